@@ -1,0 +1,144 @@
+"""Collectives over a handed-in group of ranks; a group of one rank communicates nothing.
+
+Shape letters: R rows sent or received, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_async.errors import CommunicationError
+
+BUCKET_ELEMENTS = 2**24
+"""Elements of one flat buffer in `all_reduce_many`. The layout of buckets decides the order of floating-point sums, so
+it is fixed here and depends on shapes alone."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks that communicate with one another, seen from one of them.
+
+    Attributes:
+        ranks: global ranks, in the order of the group.
+        index: position of this process in ``ranks``.
+        handle: the process group; None for the one rank that talks to nobody.
+        device: where the tensors lie that the group exchanges.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    handle: dist.ProcessGroup | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        # A process group cannot be copied; a copied layer goes on talking to the same ranks.
+        return self
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce ``tensor`` in place over the group (``sum``, ``min`` or ``max``) and return it. Every rank of the
+        group calls it; blocks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=_OPS[op], group=self.handle)
+        return tensor
+
+    def all_reduce_many(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors of one dtype in place over the group, through flat buffers. Every rank calls it; blocks."""
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors, BUCKET_ELEMENTS):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat, group=self.handle)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The ``value`` that the group's first rank passes, on every rank. Every rank calls it; blocks.
+
+        For small plain objects between the processes of one launch, which trust one another.
+        """
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.ranks[0], group=self.handle)
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, in group order, on every rank. Every rank calls it; blocks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group has come here."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+
+    def all_to_all_equal(self, tensor: Tensor) -> Tensor:
+        """Send row ``i`` of ``tensor`` [P, ...] to rank ``i`` and return what came, [P, ...]. No gradient."""
+        if self.size == 1:
+            return tensor
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.handle)
+        return received
+
+    def all_to_all_rows(self, rows_RD: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send ``send[i]`` consecutive rows to rank ``i`` and return the ``sum(receive)`` rows that come back in rank
+        order; differentiable. Sizes must have been exchanged before: gloo aborts the process when they disagree."""
+        if self.size == 1:
+            return rows_RD
+        if sum(send) != rows_RD.shape[0] or len(send) != self.size or len(receive) != self.size:
+            raise CommunicationError(
+                f"all_to_all_rows got {rows_RD.shape[0]} rows with send sizes {list(send)} and receive sizes "
+                f"{list(receive)} in a group of {self.size}; each list needs one entry per rank and the send sizes "
+                "must add up to the rows."
+            )
+        received: Tensor = _AllToAllRows.apply(rows_RD, list(send), list(receive), self)
+        return received
+
+
+class _AllToAllRows(torch.autograd.Function):
+    """Uneven all-to-all; its backward is the all-to-all of the gradients with the sizes exchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.sizes = (send, receive, group)
+        return _exchange(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        send, receive, group = ctx.sizes
+        return _exchange(grads[0], receive, send, group), None, None, None
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group.handle)
+    return received
+
+
+def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if bucket and filled + tensor.numel() > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

@@ -1,0 +1,179 @@
+"""Joining a launch: which ranks there are, and the groups they talk in.
+
+The one place, beside the entry points, that reads the launcher's environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moe_async.comm.collectives import Group
+from moe_async.errors import CommunicationError
+from moe_async.topology import Topology
+
+
+@dataclass(frozen=True)
+class World:
+    """One learner as one of its ranks sees it. The default is a process on its own.
+
+    Attributes:
+        topology: the integers.
+        rank: this process among all ranks of the learner.
+        local_rank: this process among the ranks on this machine; selects the accelerator.
+        everyone: all ranks.
+        expert: the ranks that hold every expert once together.
+        expert_data: the ranks that replicate the experts of this one.
+        device: where this rank computes.
+    """
+
+    topology: Topology = field(default_factory=Topology)
+    rank: int = 0
+    local_rank: int = 0
+    everyone: Group = field(default_factory=Group)
+    expert: Group = field(default_factory=Group)
+    expert_data: Group = field(default_factory=Group)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def size(self) -> int:
+        """Ranks in the learner."""
+        return self.topology.world_size
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says of this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    address: str = "127.0.0.1"
+    port: int | None = None
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """Who this process is, from the variables of the deepspeed launcher, torchrun or Slurm; alone without any.
+
+    Raises:
+        CommunicationError: a variable is missing or is no number.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        # torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE.
+        local = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", local)
+        address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+        # Slurm names no port: one derived from the job is the same on every node and seldom taken.
+        address = env.get("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        port = env.get("MASTER_PORT", str(20000 + _number(env, "SLURM_JOB_ID", "0") % 20000))
+    else:
+        return Launch()
+    rank, size, local_rank = (_number(env, name, "0") for name in names[:3])
+    local_size = _number(env, names[3], str(size))
+    if size > 1 and not (address and port.isdigit()):
+        raise CommunicationError(
+            f"this process is rank {rank} of {size}, but MASTER_ADDR is {address!r} and MASTER_PORT is {port!r}; "
+            "export the address and a free port of the machine that runs rank 0 on every rank."
+        )
+    return Launch(rank, size, local_rank, local_size, address or "127.0.0.1", int(port) if port else None)
+
+
+def _number(env: Mapping[str, str], name: str, default: str) -> int:
+    value = env.get(name, default)
+    if not value.isdigit():
+        raise CommunicationError(
+            f"the environment variable {name} is {value!r}; the launcher must set it to a number. "
+            "Start with `deepspeed`, `torchrun` or `srun`, or unset RANK and WORLD_SIZE for a single process."
+        )
+    return int(value)
+
+
+def _set_launch_environment(launch: Launch) -> None:
+    """Give libraries that read torchrun's variables the same answer as ``launch`` (Slurm and single processes)."""
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(launch.local_rank),
+        LOCAL_SIZE=str(launch.local_world_size),
+        MASTER_ADDR=launch.address,
+        MASTER_PORT=str(launch.port or _free_port()),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_world(topology: Topology, launch: Launch | None = None, device: torch.device | None = None) -> World:
+    """Create the groups of ``topology`` over the running process group.
+
+    Every rank of the learner calls it, in the same order among its other calls; blocks. Without a running process
+    group the topology must be of one rank.
+
+    Args:
+        topology: the integers.
+        launch: what the launcher says of this process.
+        device: where this rank computes; the CPU by default.
+
+    Raises:
+        CommunicationError: the running world has another size than the topology.
+    """
+    launch, device = launch or Launch(), device or torch.device("cpu")
+    running = dist.get_world_size() if dist.is_initialized() else 1
+    if running != topology.world_size:
+        raise CommunicationError(
+            f"the topology has {topology.world_size} ranks but the running process group has {running}; make the "
+            "topology for the ranks that were started, and call moe_async.join_world(recipe) under the launcher first."
+        )
+    if not dist.is_initialized():
+        return World(topology, device=device)
+    rank = dist.get_rank()
+
+    def new_group(ranks: tuple[int, ...]) -> Group:
+        # A group of one never communicates, so it needs no process group.
+        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        return Group(ranks, ranks.index(rank) if rank in ranks else 0, handle, device)
+
+    # Every rank takes part in creating every group, in one order: skipping a foreign one hangs.
+    expert = [new_group(ranks) for ranks in topology.expert_groups()]
+    expert_data = [new_group(ranks) for ranks in topology.expert_data_groups()]
+    return World(
+        topology=topology,
+        rank=rank,
+        local_rank=launch.local_rank,
+        everyone=Group(tuple(range(topology.world_size)), rank, dist.group.WORLD, device),
+        expert=expert[topology.replica_index(rank)],
+        expert_data=expert_data[topology.expert_index(rank)],
+        device=device,
+    )
+
+
+def start_process_group(backend: str, launch: Launch, timeout: timedelta) -> None:
+    """Join the launch's process group, unless one is running. Every rank calls it; blocks until all have come.
+
+    Args:
+        backend: ``gloo`` on CPUs, the accelerator's own elsewhere.
+        launch: who this process is.
+        timeout: after this long a collective whose partner is missing fails.
+    """
+    if not dist.is_initialized():
+        _set_launch_environment(launch)
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def leave_process_group() -> None:
+    """Leave the process group at the end of a run; safe to call without one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
