@@ -5,7 +5,9 @@ Shape letters: R rows sent or received, D model width.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,25 @@ BUCKET_ELEMENTS = 2**24
 it is fixed here and depends on shapes alone."""
 
 
+class WaitClock:
+    """Seconds this process has spent inside blocking collectives; shared by the groups of one world.
+
+    On an accelerator whose collectives run on a stream this is the time to launch them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Add the time of the body."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
 @dataclass(frozen=True)
 class Group:
     """Some ranks that communicate with one another, seen from one of them.
@@ -29,12 +50,14 @@ class Group:
         index: position of this process in ``ranks``.
         handle: the process group; None for the one rank that talks to nobody.
         device: where the tensors lie that the group exchanges.
+        clock: counts the time spent waiting.
     """
 
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     handle: dist.ProcessGroup | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clock: WaitClock = field(default_factory=WaitClock, compare=False)
 
     @property
     def size(self) -> int:
@@ -49,7 +72,8 @@ class Group:
         """Reduce ``tensor`` in place over the group (``sum``, ``min`` or ``max``) and return it. Every rank of the
         group calls it; blocks."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=_OPS[op], group=self.handle)
+            with self.clock.running():
+                dist.all_reduce(tensor, op=_OPS[op], group=self.handle)
         return tensor
 
     def all_reduce_many(self, tensors: Sequence[Tensor]) -> None:
@@ -58,7 +82,7 @@ class Group:
             return
         for bucket in _buckets(tensors, BUCKET_ELEMENTS):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat, group=self.handle)
+            self.all_reduce(flat)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
@@ -90,7 +114,8 @@ class Group:
         if self.size == 1:
             return tensor
         received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor.contiguous(), group=self.handle)
+        with self.clock.running():
+            dist.all_to_all_single(received, tensor.contiguous(), group=self.handle)
         return received
 
     def all_to_all_rows(self, rows_RD: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -124,7 +149,8 @@ class _AllToAllRows(torch.autograd.Function):
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group.handle)
+    with group.clock.running():
+        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group.handle)
     return received
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moe_async.comm.collectives import Group
+from moe_async.comm.collectives import Group, WaitClock
 from moe_async.errors import CommunicationError
 from moe_async.topology import Topology
 
@@ -139,12 +139,12 @@ def make_world(topology: Topology, launch: Launch | None = None, device: torch.d
         )
     if not dist.is_initialized():
         return World(topology, device=device)
-    rank = dist.get_rank()
+    rank, clock = dist.get_rank(), WaitClock()
 
     def new_group(ranks: tuple[int, ...]) -> Group:
         # A group of one never communicates, so it needs no process group.
         handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-        return Group(ranks, ranks.index(rank) if rank in ranks else 0, handle, device)
+        return Group(ranks, ranks.index(rank) if rank in ranks else 0, handle, device, clock)
 
     # Every rank takes part in creating every group, in one order: skipping a foreign one hangs.
     expert = [new_group(ranks) for ranks in topology.expert_groups()]
@@ -153,7 +153,7 @@ def make_world(topology: Topology, launch: Launch | None = None, device: torch.d
         topology=topology,
         rank=rank,
         local_rank=launch.local_rank,
-        everyone=Group(tuple(range(topology.world_size)), rank, dist.group.WORLD, device),
+        everyone=Group(tuple(range(topology.world_size)), rank, dist.group.WORLD, device, clock),
         expert=expert[topology.replica_index(rank)],
         expert_data=expert_data[topology.expert_index(rank)],
         device=device,

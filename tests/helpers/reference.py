@@ -91,3 +91,80 @@ def naive_switch_loss(routing: NaiveRouting, top_k: int) -> Tensor:
 def naive_z_loss(routing: NaiveRouting) -> Tensor:
     """Mean of ``logsumexp^2``; zero without tokens."""
     return routing.z_sum / max(routing.tokens, 1)
+
+
+def naive_rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-5) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * gain``."""
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * gain
+
+
+def naive_rotary(x: Tensor, theta: float = 10000.0) -> Tensor:
+    """One head [S, C]: pair ``(i, i + C/2)`` of position ``t`` turned by ``t * theta^(-2i/C)``."""
+    size, width = x.shape
+    rows = []
+    for t in range(size):
+        row = [torch.zeros(())] * width
+        for i in range(width // 2):
+            # The package keeps its tables in float32.
+            angle = torch.tensor(t, dtype=torch.float32) * theta ** (-torch.tensor(2.0 * i) / width)
+            c, s = torch.cos(angle).to(x.dtype), torch.sin(angle).to(x.dtype)
+            a, b = x[t, i], x[t, i + width // 2]
+            row[i], row[i + width // 2] = a * c - b * s, b * c + a * s
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def naive_attention(x: Tensor, qkv: Tensor, out: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Causal grouped-query attention of one sequence [S, D], head by head."""
+    size = x.shape[0]
+    width = qkv.shape[0] // (heads + 2 * kv_heads)
+    projected = x @ qkv.T
+    pieces = [projected[:, i * width : (i + 1) * width] for i in range(heads + 2 * kv_heads)]
+    attended = []
+    for h in range(heads):
+        group = h // (heads // kv_heads)
+        q, k = naive_rotary(pieces[h]), naive_rotary(pieces[heads + group])
+        v = pieces[heads + kv_heads + group]
+        rows = []
+        for t in range(size):
+            scores = (k[: t + 1] @ q[t]) / math.sqrt(width)
+            rows.append(torch.softmax(scores, 0) @ v[: t + 1])
+        attended.append(torch.stack(rows))
+    return torch.cat(attended, dim=-1) @ out.T
+
+
+def naive_transformer(
+    tokens: Tensor,
+    weights: Mapping[str, Tensor],
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    top_k: int,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, list[NaiveRouting]]:
+    """Logits [B, S, V] of a decoder with tied embeddings; the routing of its MoE layers.
+
+    A layer is MoE when ``weights`` has its router.
+    """
+    streams = [weights["embedding.weight"][row] for row in tokens]
+    routings = []
+    for index in range(layers):
+        own = {key.removeprefix(f"layers.{index}."): w for key, w in weights.items() if key.startswith(f"layers.{index}.")}
+        streams = [
+            x + naive_attention(naive_rms_norm(x, own["attention_norm.weight"]), own["attention.qkv.weight"],
+                                own["attention.out.weight"], heads, kv_heads)
+            for x in streams
+        ]  # fmt: skip
+        x = torch.cat(streams)
+        normed = naive_rms_norm(x, own["ffn_norm.weight"])
+        if "ffn.router.weight" in own:
+            moe = {key.removeprefix("ffn."): w for key, w in own.items() if key.startswith("ffn.")}
+            flat_mask = None if mask is None else mask.reshape(-1)
+            y, routing = naive_moe(normed, moe, top_k, mask=flat_mask)
+            routings.append(routing)
+        else:
+            y = torch.stack([naive_expert(row, own["ffn.w_in"], own["ffn.w_out"], "swiglu") for row in normed])
+        streams = list((x + y).split(tokens.shape[1]))
+    hidden = naive_rms_norm(torch.stack(streams), weights["norm.weight"])
+    return hidden @ weights["embedding.weight"].T, routings

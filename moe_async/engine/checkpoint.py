@@ -1,0 +1,301 @@
+"""Checkpoints: complete, atomic, one key per expert, nothing executed on load.
+
+A checkpoint is a folder ``step_<n>``:
+
+* ``dense.safetensors``: dense and router parameters, buffers, and their optimizer state, written by rank 0;
+* ``experts-<i>.safetensors``: the experts of index ``i`` of the expert groups and their optimizer state, one key per
+  global expert id, written by the first replica;
+* ``rank-<r>.safetensors``: the random states of rank ``r``;
+* ``manifest.json``: format version, sizes of all files, the recipe, counters and the data position. Written last.
+
+Keys are ``param/<name>``, ``buffer/<name>`` and ``<optimizer key>/<name>``, with ``.<expert id>`` behind an expert's.
+It is written into a folder aside, which gets its name by a rename once every rank's files are complete, so a checkpoint
+is there as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from moe_async.comm import World
+from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, random_states, set_random_states
+from moe_async.errors import CheckpointError
+from moe_async.moe.classes import expert_ids
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        path: its folder.
+        recipe: the resolved recipe as YAML text.
+        world_size, expert_parallel: of the run that wrote it.
+        trainer: counters and positions of the training loop.
+        files: size in bytes of every file.
+        optimizer_steps: updates that the optimizer has counted.
+    """
+
+    path: Path
+    recipe: str
+    world_size: int
+    expert_parallel: int
+    trainer: dict[str, Any]
+    files: dict[str, int]
+    optimizer_steps: int
+
+
+def checkpoint_name(step: int) -> str:
+    """Folder name of the checkpoint after ``step`` optimizer steps."""
+    return f"step_{step:08d}"
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in ``folder``, oldest first."""
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def save_checkpoint(
+    folder: Path, step: int, bridge: DeepSpeedBridge, recipe: str, trainer: dict[str, Any], keep: int
+) -> Path:
+    """Write ``folder/step_<step>`` and delete all but the newest ``keep``. Every rank calls it; blocks.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write; older checkpoints are untouched then.
+    """
+    world = bridge.world
+    target = folder / checkpoint_name(step)
+    aside = folder / f".{target.name}.partial"
+
+    def prepare() -> None:
+        if world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+
+    _together(world, f"prepare {aside}", prepare)
+    tensors = _collect(bridge)
+    _together(world, f"write {aside}", lambda: _write_tensors(aside, tensors, world))
+    names = sorted({name for names in world.everyone.gather_objects(sorted(tensors)) for name in names})
+
+    def publish() -> None:
+        if world.rank == 0:
+            _write_manifest(aside, names, bridge, recipe, trainer)
+            if target.exists():
+                shutil.rmtree(target)
+            aside.rename(target)
+            _sync_folder(folder)
+            for old in find_checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+
+    _together(world, f"complete {target}", publish)
+    return target
+
+
+def _together(world: World, what: str, action: Callable[[], None]) -> None:
+    """Run ``action`` on every rank and fail on all of them when it fails on one: no rank waits for another's rest."""
+    error = ""
+    try:
+        action()
+    except (OSError, SafetensorError, CheckpointError) as failure:
+        error = f"rank {world.rank}: {failure}"
+    failures = [text for text in world.everyone.gather_objects(error) if text]
+    if failures:
+        raise CheckpointError(
+            f"could not {what}: {'; '.join(failures)}. Checkpoints written before are untouched; make room or fix the "
+            "permissions, and see that all ranks share the folder (--set log.dir=...)."
+        )
+
+
+def _collect(bridge: DeepSpeedBridge) -> dict[str, dict[str, Tensor]]:
+    """The tensors that this rank writes, by file. Every rank calls it; blocks (optimizer state is gathered)."""
+    world, ids = bridge.world, expert_ids(bridge.module)
+    expert_file = f"experts-{world.expert.index:05d}.safetensors"
+    files: dict[str, dict[str, Tensor]] = {f"rank-{world.rank:05d}.safetensors": random_states()}
+    if world.rank == 0:
+        buffers = bridge.module.named_buffers()
+        files["dense.safetensors"] = {f"buffer/{name}": _to_host(value) for name, value in buffers}
+    if ids and world.expert_data.index == 0:
+        files[expert_file] = {}
+    for name, parameter in bridge.module.named_parameters():
+        wanted = files.get(expert_file if name in ids else "dense.safetensors")
+        for key, value in _parameter_state(bridge, parameter):
+            if wanted is None:
+                continue
+            if name in ids:
+                wanted.update((f"{key}/{name}.{e}", _to_host(value[i])) for i, e in enumerate(ids[name]))
+            else:
+                wanted[f"{key}/{name}"] = _to_host(value)
+    return files
+
+
+def _parameter_state(bridge: DeepSpeedBridge, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    yield "param", parameter.detach()
+    if parameter.requires_grad:
+        yield from bridge.optimizer_state(parameter)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _write_tensors(aside: Path, tensors: Mapping[str, dict[str, Tensor]], world: World) -> None:
+    if not aside.is_dir():
+        raise CheckpointError(f"rank {world.rank} does not see {aside}")
+    for name, content in tensors.items():
+        save_file(content, aside / name)
+        with (aside / name).open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _write_manifest(
+    aside: Path, names: list[str], bridge: DeepSpeedBridge, recipe: str, trainer: dict[str, Any]
+) -> None:
+    missing = [name for name in names if not (aside / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{', '.join(missing)} written by other ranks are not in {aside}")
+    document = {
+        "format_version": FORMAT_VERSION,
+        "world_size": bridge.world.size,
+        "expert_parallel": bridge.world.topology.expert_parallel,
+        "optimizer_steps": bridge.optimizer_steps(),
+        "trainer": trainer,
+        "files": {name: (aside / name).stat().st_size for name in names},
+        "recipe": recipe,
+    }
+    with (aside / MANIFEST).open("w") as handle:
+        json.dump(document, handle, indent=1)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: no checkpoint, another format, or a file that is missing or cut short.
+    """
+    source = path / MANIFEST
+    if not source.is_file():
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: it has no {MANIFEST}. Give a folder such as "
+            "runs/quickstart/checkpoints/step_00000600."
+        )
+    try:
+        document = json.loads(source.read_text())
+        version = document["format_version"]
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{source} has format version {version}; this release reads version {FORMAT_VERSION}. Use the "
+                "release of moe_async that wrote it."
+            )
+        manifest = Manifest(
+            path=path,
+            recipe=document["recipe"],
+            world_size=document["world_size"],
+            expert_parallel=document["expert_parallel"],
+            trainer=document["trainer"],
+            files=document["files"],
+            optimizer_steps=document["optimizer_steps"],
+        )
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{source} is damaged ({error!r}); use another checkpoint.") from error
+    for name, size in manifest.files.items():
+        actual = (path / name).stat().st_size if (path / name).is_file() else None
+        if actual != size:
+            state = "missing" if actual is None else f"{actual} bytes long"
+            raise CheckpointError(f"{path / name} is {state}; its manifest says {size} bytes. Use another checkpoint.")
+    return manifest
+
+
+class _Tensors:
+    """Tensors of a checkpoint by key, whichever file they are in; nothing is read before it is asked for."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._path = manifest.path
+        self._files: dict[str, Any] = {}
+        for name in manifest.files:
+            if not name.startswith("rank-"):
+                handle = safe_open(manifest.path / name, framework="pt")
+                self._files.update(dict.fromkeys(handle.keys(), handle))
+
+    def get(self, key: str, shape: torch.Size) -> Tensor:
+        if key not in self._files:
+            raise CheckpointError(
+                f"{self._path} has no tensor {key!r}, which this model needs; build the model with the checkpoint's "
+                "own recipe."
+            )
+        tensor: Tensor = self._files[key].get_tensor(key)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{key!r} in {self._path} has shape {tuple(tensor.shape)} but the model needs {tuple(shape)}; build "
+                "the model with the checkpoint's own recipe."
+            )
+        return tensor
+
+    def parameter(self, kind: str, name: str, parameter: Tensor, ids: Mapping[str, tuple[int, ...]]) -> Tensor:
+        """State ``kind`` of a parameter in its shape; experts are put together from their own keys."""
+        if name not in ids:
+            return self.get(f"{kind}/{name}", parameter.shape)
+        return torch.stack([self.get(f"{kind}/{name}.{expert}", parameter.shape[1:]) for expert in ids[name]])
+
+
+@torch.no_grad()
+def load_weights(path: Path, model: nn.Module) -> Manifest:
+    """Put a checkpoint's weights and buffers into ``model``, which may hold any subset of the experts."""
+    manifest = read_manifest(path)
+    tensors, ids = _Tensors(manifest), expert_ids(model)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors.parameter("param", name, parameter, ids))
+    _load_buffers(model, tensors)
+    return manifest
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
+    """Put a checkpoint's weights, optimizer state and random states into a model in training.
+
+    Every rank calls it. With another number of ranks than the checkpoint's, the random states start anew.
+    """
+    manifest = read_manifest(path)
+    tensors, ids = _Tensors(manifest), expert_ids(bridge.module)
+    for name, parameter in bridge.module.named_parameters():
+        bridge.write_parameter(parameter, tensors.parameter("param", name, parameter, ids))
+        if parameter.requires_grad:
+            state = {key: tensors.parameter(key, name, parameter, ids) for key in bridge.state_keys}
+            bridge.write_optimizer_state(parameter, state)
+    bridge.write_optimizer_steps(manifest.optimizer_steps)
+    _load_buffers(bridge.module, tensors)
+    if manifest.world_size == bridge.world.size:
+        with safe_open(path / f"rank-{bridge.world.rank:05d}.safetensors", framework="pt") as handle:
+            set_random_states({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118
+    return manifest
+
+
+def _load_buffers(model: nn.Module, tensors: _Tensors) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(tensors.get(f"buffer/{name}", buffer.shape))

@@ -1,0 +1,192 @@
+"""The training loop: batches in, steps, hooks, until the last step or a call to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_async.comm import World
+from moe_async.data import Batch, Corpus, TrainStream, heldout_batches
+from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
+from moe_async.engine.evaluate import Evaluation, evaluate
+from moe_async.engine.hooks import Hook, StepRecord
+from moe_async.engine.run_folder import RunFolder
+from moe_async.engine.step import Engine, MicroBatch
+from moe_async.engine.stop import StopFlag
+from moe_async.errors import EngineError
+from moe_async.observe import LoadWindow
+from moe_async.recipe import dump_recipe
+
+if TYPE_CHECKING:
+    from moe_async.recipe import Recipe
+
+MAX_SKIPPED = 20
+"""Steps in a row without a finite gradient before the run gives up."""
+
+
+class Trainer:
+    """One run of training on one rank; every rank has one and calls its methods together.
+
+    Args:
+        engine: the model in training.
+        recipe: the resolved recipe.
+        world: this rank's view of the launch.
+        corpus: the text.
+        folder: where the run writes.
+        stop: raised when the run shall end early.
+    """
+
+    def __init__(
+        self, engine: Engine, recipe: Recipe, world: World, corpus: Corpus, folder: RunFolder, stop: StopFlag
+    ) -> None:
+        self.engine = engine
+        self.recipe = recipe
+        self.world = world
+        self.corpus = corpus
+        self.folder = folder
+        self.stop = stop
+        self.hooks: list[Hook] = []
+        self.load = LoadWindow(max(20, recipe.train.steps // 10))
+        self.tokens = 0
+        self.dropped = 0
+        self.skipped = 0
+        self.saved_step = -1
+        self.saved_path: Path | None = None
+        self.first_evaluation: Evaluation | None = None
+        self.last_evaluation: Evaluation | None = None
+        self._stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
+        rows = recipe.micro_batch_size(world.size)
+        self._heldout = heldout_batches(corpus, recipe.data.seq_len, world.rank, world.size, 2 * rows)
+        self._timed_tokens = 0
+        self._timed_seconds = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Label tokens of all ranks over the wall time of this process's steps, the first one apart."""
+        return self._timed_tokens / max(self._timed_seconds, 1e-9)
+
+    def run(self) -> bool:
+        """Train to the last step, or until told to stop. True when the last step was reached.
+
+        Raises:
+            EngineError: too many steps in a row without a finite gradient.
+        """
+        in_a_row = 0
+        while self.engine.global_step < self.engine.steps and not self.stop.agreed(self.world):
+            record = self._step()
+            in_a_row = 0 if record.report.applied else in_a_row + 1
+            if in_a_row == MAX_SKIPPED:
+                raise EngineError(
+                    f"{MAX_SKIPPED} steps in a row were skipped because the gradient was not finite (the last one is "
+                    f"step {record.report.step}, loss {record.report.lm_loss}); lower optim.lr, lengthen "
+                    "optim.schedule.warmup, or resume from an earlier checkpoint."
+                )
+            for hook in self.hooks:
+                hook.on_step(self, record)
+        for hook in self.hooks:
+            hook.on_end(self)
+        return self.engine.global_step >= self.engine.steps
+
+    def _step(self) -> StepRecord:
+        start, waited = time.perf_counter(), self.world.everyone.clock.seconds
+        batches = self._next_batches()
+        loaded = time.perf_counter()
+        report = self.engine.train_step(batches)
+        seconds = time.perf_counter() - start
+        self.tokens += report.label_tokens
+        self.dropped += report.dropped
+        self.skipped += not report.applied
+        self.load.add(report.counts_LE)
+        if self._timed_seconds or report.step > 1:
+            self._timed_tokens += report.label_tokens
+            self._timed_seconds += seconds
+        return StepRecord(
+            report=report,
+            tokens=self.tokens,
+            seconds=seconds,
+            data_wait=loaded - start,
+            comm_wait=self.world.everyone.clock.seconds - waited,
+        )
+
+    def _next_batches(self) -> Sequence[MicroBatch]:
+        train = self.recipe.train
+        batches = self._stream.next_step(train.global_batch, self.world.rank, self.world.size, train.accumulation)
+        return [self._on_device(batch) for batch in batches]
+
+    def _on_device(self, batch: Batch) -> MicroBatch:
+        return MicroBatch(batch.tokens.to(self.world.device), batch.labels.to(self.world.device))
+
+    def evaluate(self) -> Evaluation:
+        """Bits per byte of the held-out split now. Every rank calls it; blocks. Changes no state of the training."""
+        self.engine.bridge.train(False)
+        try:
+            result = evaluate(self.engine.forward, self._heldout, self.corpus, self.world)
+        finally:
+            self.engine.bridge.train(True)
+        self.first_evaluation = self.first_evaluation or result
+        self.last_evaluation = result
+        for hook in self.hooks:
+            hook.on_evaluation(self, result)
+        return result
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything. Every rank calls it; blocks."""
+        step = self.engine.global_step
+        self.saved_path = save_checkpoint(
+            self.folder.checkpoints,
+            step,
+            self.engine.bridge,
+            dump_recipe(self.recipe),
+            self.state_dict(),
+            self.recipe.train.keep_checkpoints,
+        )
+        self.saved_step = step
+        return self.saved_path
+
+    def resume(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint. Every rank calls it; blocks."""
+        manifest = load_checkpoint(checkpoint, self.engine.bridge)
+        self.load_state_dict(manifest.trainer)
+        self.saved_step, self.saved_path = self.engine.global_step, checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and positions, the same on every rank, as JSON values."""
+        first = self.first_evaluation
+        return {
+            "step": self.engine.global_step,
+            "tokens": self.tokens,
+            "dropped": self.dropped,
+            "skipped": self.skipped,
+            "data": self._stream.state_dict(),
+            "load": self.load.state_dict(),
+            "first_evaluation": None if first is None else [first.bits_per_byte, first.by_domain],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        self._stream.load_state_dict(state["data"])
+        self.engine.global_step = state["step"]
+        self.tokens, self.dropped, self.skipped = state["tokens"], state["dropped"], state["skipped"]
+        self.load.load_state_dict(state["load"])
+        self.first_evaluation = Evaluation(*state["first_evaluation"]) if state["first_evaluation"] else None
+
+
+def count_parameters(recipe: Recipe) -> tuple[int, int]:
+    """Parameters in all, and active for one token (``top_k`` of the routed experts), without making the model."""
+    from moe_async.model.build import make_transformer
+    from moe_async.moe.classes import classify
+    from moe_async.topology import Topology
+
+    moe = recipe.moe
+    with torch.device("meta"):
+        model = make_transformer(recipe, World(Topology(num_experts=moe.num_experts if moe else 1)))
+    classes = classify(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    total = sum(sizes.values())
+    experts = sum(size for name, size in sizes.items() if classes[name] == "expert")
+    active_share = moe.top_k / moe.num_experts if moe else 1.0
+    return total, total - experts + round(experts * active_share)

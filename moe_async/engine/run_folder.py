@@ -1,0 +1,128 @@
+"""The folder of a run: its name, its files, and which checkpoint a resumed run starts from."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_async.engine.checkpoint import MANIFEST, find_checkpoints
+from moe_async.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of what a run leaves behind."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The derived DeepSpeed JSON."""
+        return self.path / "deepspeed.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per step and per evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def expert_load(self) -> Path:
+        """Loads of experts, JSON Lines."""
+        return self.path / "expert_load.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of the closing table."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+
+def new_run(folder: Path, name: str) -> RunFolder:
+    """Make ``folder/name``, or ``name-2`` and so on: a run never writes into another's folder."""
+    for number in range(1, 100_000):
+        path = folder / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return RunFolder(path)
+    raise FileExistsError(f"{folder} holds too many runs called {name}; choose another --set name=...")
+
+
+def resumed_run(folder: Path, name: str, resume: str) -> tuple[RunFolder, Path]:
+    """The run and the checkpoint that ``resume`` names.
+
+    Args:
+        folder: where runs are.
+        name: of the run.
+        resume: ``latest`` (the newest checkpoint of the newest run called ``name`` that has one), a run's folder, or a
+            checkpoint's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if resume == "latest":
+        runs = [run for run in _runs_called(folder, name) if find_checkpoints(run / "checkpoints")]
+        if not runs:
+            raise CheckpointError(
+                f"there is no run called {name} with a checkpoint in {folder}, so nothing to resume; start without "
+                "--resume, or name the folder of a run or a checkpoint."
+            )
+        path = runs[-1]
+    else:
+        path = Path(resume)
+    if (path / MANIFEST).is_file():
+        return RunFolder(path.parent.parent), path
+    found = find_checkpoints(path / "checkpoints")
+    if not found:
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run with one; give a folder such as runs/quickstart or "
+            "runs/quickstart/checkpoints/step_00000600."
+        )
+    return RunFolder(path), found[-1]
+
+
+def _runs_called(folder: Path, name: str) -> list[Path]:
+    """Runs called ``name``, oldest first."""
+    pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := pattern.fullmatch(path.name):
+            found.append((int(match[1] or 1), path))
+    return [path for _, path in sorted(found)]
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the JSON Lines of ``path`` that belong to steps after ``step``: a resumed run writes them again."""
+    if not path.is_file():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+    aside = path.with_suffix(".partial")
+    aside.write_text("".join(line + "\n" for line in kept))
+    aside.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        # A line cut short by a crash belongs to no step worth keeping.
+        return float("inf")
+
+
+def append_line(path: Path, document: dict[str, Any]) -> None:
+    """Append one JSON line."""
+    with path.open("a") as file:
+        file.write(json.dumps(document) + "\n")

@@ -1,0 +1,65 @@
+"""Joining a launch and putting a model under the engine: the first calls of every training script."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from moe_async.comm import World, make_world, read_launch, start_process_group
+from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, communication_backend, select_device
+from moe_async.engine.step import Engine
+from moe_async.errors import EngineError
+from moe_async.moe import MoELayer
+from moe_async.recipe import deepspeed_config
+from moe_async.topology import Topology
+
+if TYPE_CHECKING:
+    from moe_async.recipe import Recipe
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""A collective whose partner stays away for this long fails."""
+
+
+def join_world(recipe: Recipe, timeout: timedelta = COLLECTIVE_TIMEOUT) -> World:
+    """Join the ranks of this launch (`deepspeed`, `torchrun`, Slurm, or a process on its own) and make its groups.
+
+    Every rank calls it once; blocks until all have come.
+
+    Raises:
+        RecipeError: the recipe does not fit the number of ranks.
+        CommunicationError: the launcher's variables are missing or wrong.
+    """
+    launch = read_launch()
+    recipe.check_world(launch.world_size)
+    device = select_device(launch.local_rank)
+    start_process_group(communication_backend(), launch, timeout)
+    num_experts = recipe.moe.num_experts if recipe.moe else 1
+    topology = Topology(launch.world_size, recipe.parallel.expert, num_experts)
+    return make_world(topology, launch, device)
+
+
+def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> Engine:
+    """Put ``model`` under the engine that the recipe describes. Every rank calls it; blocks.
+
+    Args:
+        model: this rank's model on its device: of `build_model`, or one's own with `MoELayer` inside. For `train_step`
+            its forward takes ``(tokens, token_mask)`` and returns `moe_async.model.ModelOutput`.
+        recipe: its ``optim``, ``moe.balance``, ``parallel.zero`` and ``train`` entries are used.
+        world: what the model was built with (`join_world`); None: a process on its own, which is joined here.
+
+    Raises:
+        EngineError: the model was built for other ranks than these.
+    """
+    world = world or join_world(recipe)
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoELayer) and layer.dispatch.group.ranks != world.expert.ranks:
+            raise EngineError(
+                f"{name} was built for the expert group of ranks {list(layer.dispatch.group.ranks)} but this rank is "
+                f"in {list(world.expert.ranks)}; pass the World that join_world(recipe) returns to build_model (or "
+                "MoELayer) and to initialize."
+            )
+    bridge = DeepSpeedBridge(model, recipe.optim, deepspeed_config(recipe, world.size), world)
+    balance = recipe.moe.balance if recipe.moe else []
+    return Engine(bridge, recipe.optim, balance, recipe.train.steps)

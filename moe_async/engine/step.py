@@ -1,0 +1,256 @@
+"""The training step: `Engine.train_step`, and DeepSpeed-style forward, backward and step for people's own loops.
+
+Shape letters: B sequences, S positions, V vocabulary, L MoE layers, E experts in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_async.comm import World
+from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, StepOutcome
+from moe_async.engine.schedule import learning_rate
+from moe_async.errors import EngineError
+from moe_async.ops.balance import RoutingSums, switch_loss_sum, z_loss_sum
+
+if TYPE_CHECKING:
+    from moe_async.recipe import BalanceTerm, OptimSection
+
+IGNORED_LABEL = -100
+"""Label of a position at which nothing is to be predicted."""
+
+BALANCE_LOSSES = {"switch": switch_loss_sum, "z": z_loss_sum}
+"""Sum over a layer's tokens of each balance loss, by its recipe name."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass takes on one rank.
+
+    Attributes:
+        tokens: int64 [B, S].
+        labels: int64 [B, S], the next token; `IGNORED_LABEL` where nothing is to be predicted.
+        token_mask: bool [B, S], False for padding that counts nowhere; None without padding.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    token_mask: Tensor | None = None
+
+    def routed_tokens(self) -> int:
+        """Tokens that routers see."""
+        return self.tokens.numel() if self.token_mask is None else int(self.token_mask.sum())
+
+    def label_tokens(self) -> int:
+        """Positions at which something is to be predicted."""
+        return int((self.labels != IGNORED_LABEL).sum())
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did, summed over all micro-batches and ranks; the same on every rank.
+
+    Attributes:
+        step: optimizer steps done, this one included.
+        lm_loss: mean negative log-likelihood over the step's label tokens, in nats; no balance term is in it.
+        balance: each balance loss by name, a token-weighted mean over micro-batches, summed over layers, without its
+            coefficient.
+        learning_rate: of this step.
+        grad_norm: global gradient norm before clipping.
+        applied: False when the step was skipped because a gradient was not finite.
+        label_tokens, routed_tokens: tokens of the step.
+        counts_LE: int64, assignments to each expert of each MoE layer, before drop.
+        dropped: assignments dropped.
+    """
+
+    step: int
+    lm_loss: float
+    balance: dict[str, float]
+    learning_rate: float
+    grad_norm: float
+    applied: bool
+    label_tokens: int
+    routed_tokens: int
+    counts_LE: Tensor
+    dropped: int
+
+
+class _StepSums:
+    """Sums over the micro-batches of a step on this rank."""
+
+    def __init__(self, terms: int, device: torch.device) -> None:
+        self.losses = torch.zeros(1 + terms, dtype=torch.float64, device=device)
+        self.counts: list[Tensor] = []
+        self.dropped = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, losses: Sequence[Tensor], routing: Sequence[RoutingSums]) -> None:
+        self.losses += torch.stack([loss.detach().double() for loss in losses])
+        counts = [sums.counts_E for sums in routing]
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
+        self.dropped = self.dropped + sum(sums.dropped for sums in routing)
+
+    def reduce(self, world: World) -> tuple[Tensor, Tensor, int]:
+        """Losses, counts [L, E] and drops, over all ranks."""
+        counts_LE = torch.stack(self.counts) if self.counts else self.dropped.new_zeros((0, 0))
+        packed = torch.cat([counts_LE.reshape(-1), self.dropped.reshape(1)])
+        world.everyone.all_reduce(packed)
+        world.everyone.all_reduce(self.losses)
+        return self.losses.cpu(), packed[:-1].view_as(counts_LE).cpu(), int(packed[-1])
+
+
+class Engine:
+    """A model in training. Made by `moe_async.initialize`; every rank has one.
+
+    Args:
+        bridge: the model under DeepSpeed.
+        optim: learning rate and its schedule.
+        balance: the balance losses.
+        steps: optimizer steps of the whole run, for the schedule.
+    """
+
+    def __init__(
+        self, bridge: DeepSpeedBridge, optim: OptimSection, balance: Sequence[BalanceTerm], steps: int
+    ) -> None:
+        self.bridge = bridge
+        self.world = bridge.world
+        self.steps = steps
+        self.global_step = 0
+        self._optim = optim
+        self._balance = tuple(balance)
+        self._inside_step = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+        return self.bridge.module
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that each rank contributes to a step."""
+        return self.bridge.accumulation
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the next optimizer step."""
+        return learning_rate(self._optim, self.global_step, self.steps)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepReport:
+        """One optimizer step over this rank's micro-batches. Every rank calls it; blocks.
+
+        The language-model loss is the mean over *all* label tokens of the step, and each balance loss the
+        token-weighted mean, however the step is cut into micro-batches and ranks.
+
+        Raises:
+            EngineError: not `accumulation` micro-batches, or no label token on any rank.
+        """
+        self._check_step(micro_batches)
+        totals = torch.tensor(
+            [
+                sum(batch.label_tokens() for batch in micro_batches),
+                sum(batch.routed_tokens() for batch in micro_batches),
+            ],
+            device=self.world.device,
+        )
+        label_tokens, routed_tokens = self.world.everyone.all_reduce(totals).tolist()
+        if label_tokens == 0:
+            raise EngineError(
+                "no micro-batch of this step has a label token on any rank, so there is nothing to learn; "
+                f"give at least one label that is not {IGNORED_LABEL}."
+            )
+        sums = _StepSums(len(self._balance), self.world.device)
+        outcome = None
+        for batch in micro_batches:
+            output = self.bridge.forward(batch.tokens, batch.token_mask)
+            losses = [next_token_loss_sum(output.logits, batch.labels), *self._balance_sums(output.routing)]
+            sums.add(losses, output.routing)
+            self.bridge.backward(self._objective(losses, label_tokens, max(routed_tokens, 1)))
+            outcome = self._finish_micro_batch()
+        assert outcome is not None
+        return self._report(sums, outcome, label_tokens, routed_tokens)
+
+    def _check_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        if len(micro_batches) != self.accumulation:
+            raise EngineError(
+                f"train_step got {len(micro_batches)} micro-batches but the recipe's train.accumulation is "
+                f"{self.accumulation}; pass exactly that many (an empty one, with labels {IGNORED_LABEL}, where a "
+                "rank has no data)."
+            )
+        if self._inside_step:
+            raise EngineError("train_step was called between backward and the end of a step; finish it with step().")
+
+    def _objective(self, losses: Sequence[Tensor], label_tokens: int, routed_tokens: int) -> Tensor:
+        objective = losses[0] / label_tokens
+        for term, loss in zip(self._balance, losses[1:], strict=True):
+            objective = objective + term.coefficient * loss.to(objective.dtype) / routed_tokens
+        # The denominators are already those of the whole step; DeepSpeed divides by micro-batches and ranks again.
+        return objective * (self.world.size * self.accumulation)
+
+    def _balance_sums(self, routing: Sequence[RoutingSums]) -> list[Tensor]:
+        zero = torch.zeros((), device=self.world.device)
+        return [sum((BALANCE_LOSSES[term.loss](sums) for sums in routing), start=zero) for term in self._balance]
+
+    def _finish_micro_batch(self) -> StepOutcome | None:
+        self.bridge.set_learning_rate(self.learning_rate)
+        outcome = self.bridge.step()
+        self._inside_step = outcome is None
+        if outcome is not None:
+            self.global_step += 1
+        return outcome
+
+    def _report(self, sums: _StepSums, outcome: StepOutcome, label_tokens: int, routed_tokens: int) -> StepReport:
+        losses, counts_LE, dropped = sums.reduce(self.world)
+        balance = {
+            term.loss: loss.item() / max(routed_tokens, 1)
+            for term, loss in zip(self._balance, losses[1:], strict=True)
+        }
+        return StepReport(
+            step=self.global_step,
+            lm_loss=losses[0].item() / label_tokens,
+            balance=balance,
+            learning_rate=learning_rate(self._optim, self.global_step - 1, self.steps),
+            grad_norm=outcome.grad_norm,
+            applied=outcome.applied,
+            label_tokens=label_tokens,
+            routed_tokens=routed_tokens,
+            counts_LE=counts_LE,
+            dropped=dropped,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; for a loop of one's own. Every rank of the expert group calls it equally often."""
+        return self.bridge.forward(*args, **kwargs)
+
+    __call__ = forward
+
+    def balance_loss(self, routing: Sequence[RoutingSums]) -> Tensor:
+        """The recipe's balance losses of one micro-batch times their coefficients, a mean over its tokens.
+
+        For a loop of one's own: add it to the micro-batch's loss before `backward`.
+        """
+        tokens = max(int(routing[0].tokens), 1) if routing else 1
+        zero = torch.zeros((), device=self.world.device)
+        terms = zip(self._balance, self._balance_sums(routing), strict=True)
+        return sum((term.coefficient * loss / tokens for term, loss in terms), start=zero)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch's loss; averaged over the accumulation steps and over ranks."""
+        self._inside_step = True
+        self.bridge.backward(loss)
+
+    def step(self) -> StepOutcome | None:
+        """End a micro-batch; after the last one of a step update the weights. None before that. Blocks then."""
+        return self._finish_micro_batch()
+
+
+def next_token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Negative log-likelihood of the labels in nats, summed over positions, in float32 or wider."""
+    dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return functional.cross_entropy(
+        logits_BSV.flatten(0, -2).to(dtype), labels_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )

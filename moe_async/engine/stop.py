@@ -1,0 +1,70 @@
+"""Stopping cleanly: signals and a vanished launcher raise a flag, which all ranks agree on between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+import psutil
+import torch
+
+from moe_async.comm import World
+
+GRACE_SECONDS = 60.0
+"""After its launcher vanished, a rank that has not come to an end by itself for this long is ended."""
+
+
+class StopFlag:
+    """Raised by SIGTERM, by Ctrl-C, or when the launcher is gone.
+
+    A second Ctrl-C interrupts at once. The launcher may pass a signal on to its ranks one after another, so a rank
+    stops only when all have agreed (`agreed`).
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._ancestors = launcher_processes()
+
+    def install(self) -> None:
+        """Take over SIGTERM and SIGINT, and watch the launcher from a thread."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        watcher = threading.Thread(target=self._end_when_orphaned, name="launcher-watch", daemon=True)
+        watcher.start()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason == "SIGINT":
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+    def orphaned(self) -> bool:
+        """Whether the launcher, or the process that started it, is gone."""
+        return launcher_processes() != self._ancestors
+
+    def _end_when_orphaned(self) -> None:
+        """A rank may be blocked in a collective whose partner is dead; nobody is left to end it but itself."""
+        while not self.orphaned():
+            time.sleep(1.0)
+        self.reason = self.reason or "launcher gone"
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+    def agreed(self, world: World) -> bool:
+        """Whether any rank was told to stop. Every rank calls it at the same point of a step; blocks."""
+        flag = torch.tensor([1 if self.reason else 0], device=world.device)
+        return bool(world.everyone.all_reduce(flag, op="max").item())
+
+
+def launcher_processes() -> tuple[int, int | None]:
+    """Process ids of this rank's parent (the launcher) and of the launcher's parent (the `deepspeed` command).
+
+    Ending the `deepspeed` command alone leaves its launcher and the ranks running, so a rank watches both.
+    """
+    parent = os.getppid()
+    try:
+        return parent, psutil.Process(parent).ppid()
+    except psutil.Error:
+        return parent, None

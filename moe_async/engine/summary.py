@@ -1,0 +1,97 @@
+"""The figures at the end of a run, and the table that shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_async.engine.evaluate import Evaluation
+from moe_async.engine.loop import Trainer, count_parameters
+
+
+def build_summary(
+    trainer: Trainer, trigram: tuple[float, dict[str, float]], seconds: float, first_step_seconds: float | None
+) -> dict[str, Any]:
+    """What summary.json holds. Needs an evaluation at the start and at the end.
+
+    Args:
+        trainer: after its run.
+        trigram: bits per byte of the trigram model, overall and by domain.
+        seconds: wall time of this process since its start.
+        first_step_seconds: wall time until the first optimizer step was done.
+    """
+    start, end = trainer.first_evaluation, trainer.last_evaluation
+    assert start is not None and end is not None
+    recipe, engine = trainer.recipe, trainer.engine
+    total, active = count_parameters(recipe)
+    layers = recipe.moe.moe_layers(recipe.model.layers) if recipe.moe else ()
+    return {
+        "name": recipe.name,
+        "step": engine.global_step,
+        "tokens": trainer.tokens,
+        "heldout_bits_per_byte": end.bits_per_byte,
+        "heldout_bits_per_byte_start": start.bits_per_byte,
+        "trigram_bits_per_byte": trigram[0],
+        "by_domain": _domains(start, end, trigram[1]),
+        "tokens_per_second": trainer.tokens_per_second,
+        "params_total": total,
+        "params_active": active,
+        "dropped": trainer.dropped,
+        "skipped_steps": trainer.skipped,
+        "layers": [
+            {
+                "layer": layer,
+                "max_over_mean": balance.max_over_mean,
+                "cv": balance.cv,
+                "dead": balance.dead,
+            }
+            for layer, balance in zip(layers, trainer.load.balance(), strict=True)
+        ],
+        "world_size": trainer.world.size,
+        "expert_parallel": trainer.world.topology.expert_parallel,
+        "zero": recipe.parallel.zero,
+        "precision": recipe.train.precision,
+        "seconds": seconds,
+        "first_step_seconds": first_step_seconds,
+        "checkpoint": str(trainer.saved_path) if trainer.saved_path else None,
+    }
+
+
+def _domains(start: Evaluation, end: Evaluation, trigram: dict[str, float]) -> dict[str, dict[str, float]]:
+    return {
+        domain: {
+            "heldout_bits_per_byte_start": start.by_domain[domain],
+            "heldout_bits_per_byte": bits,
+            "trigram_bits_per_byte": trigram[domain],
+        }
+        for domain, bits in end.by_domain.items()
+    }
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    """The closing table as plain text."""
+    rows = [
+        ("", "start", "end", "trigram"),
+        ("held-out bits per byte", *_bits(summary)),
+        *((f"  {domain}", *_bits(values)) for domain, values in summary["by_domain"].items()),
+    ]
+    lines = [f"{name:<26}{start:>9}{end:>9}{trigram:>9}" for name, start, end, trigram in rows]
+    share = summary["params_active"] / summary["params_total"]
+    lines += [
+        "",
+        f"{'tokens':<26}{summary['tokens']:>9,} in {summary['step']} steps, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s",
+        f"{'parameters':<26}{summary['params_total']:>9,}, {summary['params_active']:,} active per token ({share:.0%})",
+        f"{'dropped assignments':<26}{summary['dropped']:>9,}",
+    ]
+    if summary["layers"]:
+        lines += ["", f"{'balance of experts':<26}{'max/mean':>9}{'cv':>9}{'dead':>9}"]
+        lines += [
+            f"{'  layer ' + str(layer['layer']):<26}{layer['max_over_mean']:>9.2f}{layer['cv']:>9.2f}{layer['dead']:>9}"
+            for layer in summary["layers"]
+        ]
+    return "\n".join(lines)
+
+
+def _bits(values: dict[str, Any]) -> tuple[str, str, str]:
+    keys = ("heldout_bits_per_byte_start", "heldout_bits_per_byte", "trigram_bits_per_byte")
+    return tuple(f"{values[key]:.3f}" for key in keys)  # type: ignore[return-value]

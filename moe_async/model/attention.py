@@ -1,0 +1,64 @@
+"""Causal grouped-query attention with rotary positions.
+
+Shape letters: B sequences, S positions, D model width, H query heads, G key-value heads, C width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_async.ops.initialise import normal_by_name_
+
+
+def rotary_tables(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, float32 [S, C / 2] each.
+
+    Pair ``i`` of a head turns by ``position * theta^(-2 i / C)`` (Su et al. 2021, arXiv 2104.09864, eq. 15).
+    """
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BHSC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair ``(x_i, x_{i + C/2})`` by its angle; the dtype of ``x`` is kept."""
+    cos, sin = (table.to(x_BHSC.dtype) for table in tables)
+    first, second = x_BHSC.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over torch's scaled dot-product attention.
+
+    Args:
+        dim: model width.
+        heads: query heads.
+        kv_heads: key-value heads; divides ``heads``.
+        head_dim: width of a head.
+        output_scale: factor on the initial standard deviation of the output projection.
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, output_scale: float) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.init_std = (dim**-0.5, output_scale * (heads * head_dim) ** -0.5)
+        self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.out = nn.Linear(heads * head_dim, dim, bias=False)
+
+    def forward(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend to the same and earlier positions of each sequence: [B, S, D]."""
+        packed = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
+        q, k, v = packed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        attended = functional.scaled_dot_product_attention(
+            rotate(q, tables), rotate(k, tables), v, is_causal=True, enable_gqa=self.kv_heads != self.heads
+        )
+        merged: Tensor = self.out(rearrange(attended, "b h s c -> b s (h c)"))
+        return merged
+
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw the initial weights from ``seed`` and the module's ``name``."""
+        normal_by_name_(self.qkv.weight.data, std=self.init_std[0], seed=seed, name=f"{name}.qkv.weight")
+        normal_by_name_(self.out.weight.data, std=self.init_std[1], seed=seed, name=f"{name}.out.weight")

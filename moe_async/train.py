@@ -1,0 +1,242 @@
+"""What the launcher runs on every rank: trains one learner from a recipe.
+
+    deepspeed --num_gpus 2 --module moe_async.train --recipe recipes/quickstart.yaml
+    torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart.yaml --set train.steps=100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from moe_async.comm import World, leave_process_group, read_launch
+from moe_async.data import Corpus, TrigramModel, load_corpus, make_tokenizer
+from moe_async.engine.generate import generate
+from moe_async.engine.hooks import (
+    CheckpointHook,
+    EvaluationHook,
+    Hook,
+    LoadHook,
+    MetricsHook,
+    ProgressHook,
+    StepRecord,
+    TensorBoardHook,
+)
+from moe_async.engine.loop import Trainer
+from moe_async.engine.run_folder import RunFolder, forget_after, new_run, resumed_run
+from moe_async.engine.start import initialize, join_world
+from moe_async.engine.stop import StopFlag
+from moe_async.engine.summary import build_summary, format_summary
+from moe_async.errors import MoeAsyncError, RecipeError
+from moe_async.model import build_model
+from moe_async.recipe import Recipe, deepspeed_config, dump_recipe, load_recipe
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="moe_async.train", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--recipe", required=True, help="YAML file that describes the run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="replace a recipe entry, such as moe.top_k=1; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", metavar="WHAT", help="'latest', the folder of a run, or a checkpoint: go on from there"
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="given by the launcher; not used")
+    return parser.parse_args(arguments)
+
+
+def process_start() -> float:
+    """When the launch of this rank began: the start of its launcher, or of this process, as a Unix time."""
+    process = psutil.Process()
+    parents = [parent for parent in process.parents() if "deepspeed" in " ".join(parent.cmdline()[:3])]
+    return min(float(process.create_time()), *(float(parent.create_time()) for parent in parents), time.time())
+
+
+class Session:
+    """The parts of one rank's run, made one after another."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.began = process_start()
+        self.recipe: Recipe = load_recipe(arguments.recipe, arguments.overrides)
+        self.stop = StopFlag()
+        self.stop.install()
+        share_cores()
+        self.world = join_world(self.recipe)
+        self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world)
+        self.say(
+            f"{self.recipe.name}: {self.world.size} ranks on {self.world.device.type}, experts over "
+            f"{self.world.topology.expert_parallel}, precision {self.recipe.train.precision}; run folder {self.folder.path}"
+        )
+        self.corpus: Corpus = load_corpus(self.recipe.data, make_tokenizer(self.recipe.data.tokenizer))
+        self.say(
+            f"text: {sum(self.corpus.train_bytes):,} bytes to train on, {sum(self.corpus.heldout_bytes):,} held out, "
+            f"domains {', '.join(self.corpus.domains)}"
+        )
+        engine = initialize(build_model(self.recipe, self.world), self.recipe, self.world)
+        self.trainer = Trainer(engine, self.recipe, self.world, self.corpus, self.folder, self.stop)
+        self.first_step = FirstStepHook(self.began)
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.world.rank == 0:
+            print(text, flush=True)
+
+    def run(self) -> None:
+        """Train, then report, or save and leave when told to stop."""
+        trainer = self.trainer
+        if self.checkpoint is not None:
+            trainer.resume(self.checkpoint)
+            self.say(f"resumed from {self.checkpoint} at step {trainer.engine.global_step}")
+        if self.world.rank == 0:
+            self._write_recipe()
+        trainer.hooks = self._hooks()
+        if trainer.first_evaluation is None:
+            trainer.evaluate()
+        if trainer.run():
+            self._report()
+        else:
+            self.say(
+                f"stopped by {self.stop.reason or 'another rank'} at step {trainer.engine.global_step}; checkpoint "
+                f"{trainer.saved_path}. Go on with --resume {self.folder.path}"
+            )
+
+    def _write_recipe(self) -> None:
+        self.folder.recipe.write_text(dump_recipe(self.recipe))
+        config = deepspeed_config(self.recipe, self.world.size)
+        self.folder.deepspeed.write_text(json.dumps(config, indent=1) + "\n")
+        for path in (self.folder.metrics, self.folder.expert_load):
+            forget_after(path, self.trainer.engine.global_step)
+
+    def _hooks(self) -> list[Hook]:
+        recipe, log = self.recipe, self.recipe.log
+        everywhere = [EvaluationHook(recipe.train.eval_every), CheckpointHook(recipe.train.checkpoint_every)]
+        if self.world.rank != 0:
+            return [*everywhere]
+        layers = recipe.moe.moe_layers(recipe.model.layers) if recipe.moe else ()
+        done, terminal = self.trainer.engine.global_step, sys.stderr.isatty()
+        shown: list[Hook] = [
+            self.first_step,
+            MetricsHook(self.folder),
+            LoadHook(self.folder, layers, log.every),
+            ProgressHook(self.say, log.every, recipe.train.steps, done, terminal),
+        ]
+        if log.tensorboard:
+            shown.append(TensorBoardHook(self.folder))
+        return [*shown, *everywhere]
+
+    def _report(self) -> None:
+        """The closing table, some generated text, and where the files are. Every rank takes part."""
+        if self.trainer.last_evaluation is None:
+            self.trainer.evaluate()
+        samples = self._samples()
+        if self.world.rank != 0:
+            return
+        trigram = TrigramModel.count(self.corpus.train, self.corpus.tokenizer.vocab_size).bits_per_byte(self.corpus)
+        summary = build_summary(self.trainer, trigram, time.time() - self.began, self.first_step.seconds)
+        summary["samples"] = samples
+        self.folder.summary.write_text(json.dumps(summary, indent=1) + "\n")
+        self.say("\n" + format_summary(summary) + "\n")
+        for sample in samples:
+            self.say(f"> {sample['prompt']}|{sample['text']}\n")
+        self.say(
+            f"files: {self.folder.path} (summary.json, metrics.jsonl, expert_load.jsonl)\n"
+            f"checkpoint: {self.trainer.saved_path}\n"
+            f"done in {summary['seconds']:.0f} s, first step after {summary['first_step_seconds'] or 0:.0f} s"
+        )
+
+    def _samples(self) -> list[dict[str, str]]:
+        log, engine = self.recipe.log, self.trainer.engine
+        engine.bridge.train(False)
+        texts = generate(
+            engine.forward,
+            self.corpus.tokenizer,
+            log.prompts,
+            log.sample_tokens,
+            context=self.recipe.data.seq_len,
+            seed=self.recipe.train.seed,
+            device=self.world.device,
+        )
+        engine.bridge.train(True)
+        return [{"prompt": prompt, "text": text} for prompt, text in zip(log.prompts, texts, strict=True)]
+
+
+class FirstStepHook(Hook):
+    """Notes how long the first optimizer step took to come."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self.seconds: float | None = None
+
+    def on_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """Note the time once."""
+        if self.seconds is None:
+            self.seconds = time.time() - self._began
+
+
+def share_cores() -> None:
+    """Give each CPU rank of this machine its share of the cores; more threads than cores slow every rank down."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // read_launch().local_world_size))
+
+
+def open_folder(recipe: Recipe, resume: str | None, world: World) -> tuple[RunFolder, Path | None]:
+    """The run's folder and the checkpoint to start from, the same on every rank. Every rank calls it; blocks."""
+    result: tuple[RunFolder, Path | None] | str = ""
+    if world.rank == 0:
+        runs, name = Path(recipe.log.dir), recipe.name or "run"
+        try:
+            result = resumed_run(runs, name, resume) if resume else (new_run(runs, name), None)
+        except (MoeAsyncError, OSError) as error:
+            result = str(error)
+    result = world.everyone.broadcast_object(result)
+    if isinstance(result, str):
+        raise MoeAsyncError(result)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank. Returns the exit code; a failing rank ends at once, and the launcher then ends the others."""
+    parsed = parse_arguments(arguments)
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    try:
+        session = Session(parsed)
+        session.run()
+        session.world.everyone.barrier()
+        leave_process_group()
+    except RecipeError as error:
+        # Every rank reads the same recipe and fails alike; one message is enough.
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except MoeAsyncError as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        return leave_at_once(1)
+    except BaseException as error:
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
+    return 0
+
+
+def leave_at_once(code: int) -> Any:
+    """End the process without tearing down groups, which would wait for ranks that may be dead."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Training gives the same numbers at every expert-parallel size, ZeRO stage and cut into micro-batches.
+
+Plain SGD throughout: Adam divides a wrong scale of a gradient away.
+"""
+
+import math
+
+import pytest
+import torch
+
+from moe_async.comm import make_world
+from moe_async.engine.deepspeed_bridge import deepspeed_expert_groups
+from moe_async.engine.start import initialize
+from moe_async.engine.step import IGNORED_LABEL, MicroBatch
+from moe_async.model import build_model
+from moe_async.moe.classes import expert_ids
+from moe_async.topology import Topology
+from tests.helpers.numerics import assert_close
+from tests.helpers.reference import naive_switch_loss, naive_transformer, naive_z_loss
+from tests.helpers.small import small_recipe
+from tests.helpers.spawn import run_ranks
+
+STEPS, ROWS, LENGTH, VOCAB = 3, 2, 6, 32
+STAGES = [(0, "float64"), (0, "float32"), (1, "float32"), (2, "float32")]
+
+
+def micro_batch(step, index):
+    """Unequal numbers of labels and of live tokens, one micro-batch without any."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    labels = (tokens * 5 + 1) % VOCAB
+    live = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    if index == 1:
+        live[1, 3:] = False
+    if index == 2:
+        live[:] = False
+    return MicroBatch(tokens, torch.where(live, labels, IGNORED_LABEL), None if live.all() else live)
+
+
+def train(rank, world_size, expert_parallel, stage, precision, accumulation, clip, recompute):
+    """Three steps over the same four micro-batches a step, however they are dealt to ranks."""
+    recipe = small_recipe(
+        parallel={"expert": expert_parallel, "zero": stage},
+        train={
+            "steps": 10, "global_batch": 4 * ROWS, "accumulation": accumulation,
+            "precision": precision, "recompute": recompute,
+        },
+        optim={"kind": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": clip, "schedule": {"kind": "constant"}},
+    )  # fmt: skip
+    world = make_world(Topology(world_size, expert_parallel, 4))
+    engine = initialize(build_model(recipe, world), recipe, world)
+    weights, reports, start = [], [], engine.module.state_dict()
+    weights.append({name: value.clone() for name, value in start.items()})
+    for step in range(STEPS):
+        mine = [micro_batch(step, a * world_size + rank) for a in range(accumulation)]
+        reports.append(engine.train_step(mine))
+        weights.append({name: value.clone() for name, value in engine.module.state_dict().items()})
+    return {"weights": weights, "reports": reports, "experts": expert_ids(engine.module)}
+
+
+def reference(clip, together):
+    """The same steps in one process, in float64. ``together``: the micro-batches of one rank per step."""
+    recipe = small_recipe()
+    weights = {name: p.detach().clone() for name, p in build_model(recipe).named_parameters()}
+    history, losses, norms = [weights], [], []
+    for step in range(STEPS):
+        weights = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
+        batches = [micro_batch(step, index) for index in range(4)]
+        labels = sum(batch.label_tokens() for batch in batches)
+        routed = sum(batch.routed_tokens() for batch in batches)
+        lm, switch, z = 0.0, 0.0, 0.0
+        for batch in batches:
+            logits, routings = naive_transformer(
+                batch.tokens, weights, layers=2, heads=4, kv_heads=2, top_k=2, mask=batch.token_mask
+            )
+            for b, t in (batch.labels != IGNORED_LABEL).nonzero().tolist():
+                lm = lm - torch.log_softmax(logits[b, t], -1)[batch.labels[b, t]] / labels
+            share = routings[0].tokens / routed
+            switch = switch + share * naive_switch_loss(routings[0], 2)
+            z = z + share * naive_z_loss(routings[0])
+        (lm + 0.5 * switch + 0.1 * z).backward()
+        norm = math.sqrt(sum(w.grad.square().sum().item() for w in weights.values()))
+        scale = min(1.0, clip / norm) if clip else 1.0
+        losses.append((lm.item(), switch.item(), z.item()))
+        norms.append(norm)
+        weights = {name: (w - 0.1 * scale * w.grad).detach() for name, w in weights.items()}
+        history.append(weights)
+    return history, losses, norms
+
+
+def check(results, expected, dtype):
+    history, losses, norms = expected
+    for result in results:
+        for step, (report, (lm, switch, z)) in enumerate(zip(result["reports"], losses, strict=True)):
+            close = {"rel": 1e-11 if dtype == torch.float64 else 2e-5}
+            assert report.lm_loss == pytest.approx(lm, **close)
+            assert report.balance == pytest.approx({"switch": switch, "z": z}, **close)
+            assert report.grad_norm == pytest.approx(norms[step], **close)
+            assert report.applied and report.counts_LE.sum() == 2 * report.routed_tokens
+        for actual, wanted in zip(result["weights"], history, strict=True):
+            for name, value in actual.items():
+                ids = list(result["experts"].get(name, [])) or slice(None)
+                assert_close(value, wanted[name][ids], dtype, name)
+
+
+def every_size_and_stage(rank, world_size, clip):
+    results = {}
+    for expert_parallel in (size for size in (1, 2, 4) if size <= world_size):
+        for stage, precision in STAGES:
+            key = (expert_parallel, stage, precision)
+            results[key] = train(rank, world_size, *key, 4 // world_size, clip, "none")
+            if expert_parallel > 1:
+                own = Topology(world_size, expert_parallel, 4)
+                groups = deepspeed_expert_groups(expert_parallel)
+                assert groups == (list(own.expert_group(rank)), list(own.expert_data_group(rank)))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("clip", [0.0, 0.3], ids=["unclipped", "clipped"])
+def test_expert_parallel_sizes_and_zero_stages_equal_the_reference(world_size, clip):
+    by_rank = run_ranks(world_size, every_size_and_stage, world_size, clip, timeout=240)
+    expected = reference(clip, world_size)
+    assert all(norm > clip for norm in expected[2])
+    for key in by_rank[0]:
+        dtype = torch.float64 if key[2] == "float64" else torch.float32
+        check([results[key] for results in by_rank], expected, dtype)
+
+
+def one_rank(rank, recompute):
+    return [train(rank, 1, 1, stage, precision, 4, 0.3, recompute) for stage, precision in STAGES]
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_one_rank_with_four_micro_batches_equals_the_reference(recompute):
+    expected = reference(0.3, 1)
+    for (_, precision), result in zip(STAGES, run_ranks(1, one_rank, recompute)[0], strict=True):
+        check([result], expected, torch.float64 if precision == "float64" else torch.float32)
+
+
+def recomputed(rank, world_size):
+    return train(rank, world_size, 2, 0, "float64", 4 // world_size, 0.3, "block")
+
+
+def test_recomputation_with_expert_parallelism_equals_the_reference():
+    check(run_ranks(2, recomputed, 2), reference(0.3, 2), torch.float64)
