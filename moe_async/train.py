@@ -1,7 +1,7 @@
 """What the launcher runs on every rank: trains one learner from a recipe.
 
-    deepspeed --num_gpus 2 --module moe_async.train --recipe recipes/quickstart.yaml
-    torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart.yaml --set train.steps=100
+deepspeed --num_gpus 2 --module moe_async.train --recipe recipes/quickstart.yaml
+torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart.yaml --set train.steps=100
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import psutil
 import torch
@@ -78,7 +78,8 @@ class Session:
         self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world)
         self.say(
             f"{self.recipe.name}: {self.world.size} ranks on {self.world.device.type}, experts over "
-            f"{self.world.topology.expert_parallel}, precision {self.recipe.train.precision}; run folder {self.folder.path}"
+            f"{self.world.topology.expert_parallel}, precision {self.recipe.train.precision}; "
+            f"run folder {self.folder.path}"
         )
         self.corpus: Corpus = load_corpus(self.recipe.data, make_tokenizer(self.recipe.data.tokenizer))
         self.say(
@@ -224,14 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except MoeAsyncError as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        return leave_at_once(1)
+        leave_at_once(1)
     except BaseException as error:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        return leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
+        leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
     return 0
 
 
-def leave_at_once(code: int) -> Any:
+def leave_at_once(code: int) -> NoReturn:
     """End the process without tearing down groups, which would wait for ranks that may be dead."""
     sys.stdout.flush()
     sys.stderr.flush()

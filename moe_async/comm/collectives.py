@@ -129,7 +129,9 @@ class Group:
                 f"{list(receive)} in a group of {self.size}; each list needs one entry per rank and the send sizes "
                 "must add up to the rows."
             )
-        received: Tensor = _AllToAllRows.apply(rows_RD, list(send), list(receive), self)
+        received: Tensor = _AllToAllRows.apply(  # type: ignore[no-untyped-call]
+            rows_RD, list(send), list(receive), self
+        )
         return received
 
 

@@ -3,8 +3,8 @@
 What DeepSpeed does and what the bridge does itself:
 
 * ZeRO 1 and 2: DeepSpeed reduces, measures, clips and skips overflows; all of them are exact with sharded experts.
-* ZeRO 0: DeepSpeed's clipping norm leaves out what other ranks hold, its reduction refuses float64 and a NaN is applied.
-  The bridge turns them off and does them itself (`moe_async.engine.gradients`).
+* ZeRO 0: DeepSpeed's clipping norm leaves out what other ranks hold, its reduction refuses float64, and it
+  applies a NaN. The bridge turns them off and does them itself (`moe_async.engine.gradients`).
 * Expert parameters are marked just before ``deepspeed.initialize``, because marks do not survive copies and casts.
 """
 
@@ -26,7 +26,6 @@ from moe_async.moe.classes import classify
 
 if TYPE_CHECKING:
     from moe_async.recipe import OptimSection
-
 
 
 def _deepspeed() -> Any:

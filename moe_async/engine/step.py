@@ -205,9 +205,8 @@ class Engine:
 
     def _report(self, sums: _StepSums, outcome: StepOutcome, label_tokens: int, routed_tokens: int) -> StepReport:
         losses, counts_LE, dropped = sums.reduce(self.world)
-        balance = {
-            term.loss: loss.item() / max(routed_tokens, 1)
-            for term, loss in zip(self._balance, losses[1:], strict=True)
+        balance: dict[str, float] = {
+            term.loss: loss.item() / max(routed_tokens, 1) for term, loss in zip(self._balance, losses[1:], strict=True)
         }
         return StepReport(
             step=self.global_step,

@@ -124,9 +124,7 @@ class Transformer(nn.Module):
         """
         with self._autocast(tokens_BS.device):
             x_BSD = self.embedding(tokens_BS)
-            tables = rotary_tables(
-                tokens_BS.shape[1], self.shape.head_dim, self.shape.rope_theta, tokens_BS.device
-            )
+            tables = rotary_tables(tokens_BS.shape[1], self.shape.head_dim, self.shape.rope_theta, tokens_BS.device)
             routing = []
             for block in self.layers:
                 x_BSD, *sums = self._run(block, x_BSD, *tables, token_mask)
@@ -137,9 +135,7 @@ class Transformer(nn.Module):
 
     def _run(self, block: nn.Module, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if self.recompute and torch.is_grad_enabled():
-            outputs: tuple[Tensor, ...] = checkpoint(
-                block, *inputs, use_reentrant=False, context_fn=_keep_selection
-            )
+            outputs: tuple[Tensor, ...] = checkpoint(block, *inputs, use_reentrant=False, context_fn=_keep_selection)
             return outputs
         outputs = block(*inputs)
         return outputs
@@ -157,6 +153,7 @@ class Transformer(nn.Module):
         for norm in (module for module in self.modules() if isinstance(module, nn.RMSNorm)):
             nn.init.ones_(norm.weight)
         for index, block in enumerate(self.layers):
+            assert isinstance(block, Block)
             block.attention.reset_parameters(seed, f"layers.{index}.attention")
             block.ffn.reset_parameters(seed, f"layers.{index}.ffn")
 

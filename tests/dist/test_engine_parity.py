@@ -80,7 +80,8 @@ def reference(clip, together):
             z = z + share * naive_z_loss(routings[0])
         (lm + 0.5 * switch + 0.1 * z).backward()
         norm = math.sqrt(sum(w.grad.square().sum().item() for w in weights.values()))
-        scale = min(1.0, clip / norm) if clip else 1.0
+        # The 1e-6 is that of torch and DeepSpeed.
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         losses.append((lm.item(), switch.item(), z.item()))
         norms.append(norm)
         weights = {name: (w - 0.1 * scale * w.grad).detach() for name, w in weights.items()}

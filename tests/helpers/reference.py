@@ -150,7 +150,9 @@ def naive_transformer(
     streams = [weights["embedding.weight"][row] for row in tokens]
     routings = []
     for index in range(layers):
-        own = {key.removeprefix(f"layers.{index}."): w for key, w in weights.items() if key.startswith(f"layers.{index}.")}
+        own = {
+            key.removeprefix(f"layers.{index}."): w for key, w in weights.items() if key.startswith(f"layers.{index}.")
+        }
         streams = [
             x + naive_attention(naive_rms_norm(x, own["attention_norm.weight"]), own["attention.qkv.weight"],
                                 own["attention.out.weight"], heads, kv_heads)

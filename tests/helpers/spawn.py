@@ -84,9 +84,7 @@ def _child(rank: int, world_size: int, folder: str, function: Callable[..., Any]
     code = 0
     try:
         store = dist.FileStore(str(Path(folder) / "rendezvous"), world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         result = function(rank, *args)
         torch.save(result, _result(folder, rank))
         dist.barrier()

@@ -117,7 +117,7 @@ def test_masked_tokens_change_nothing():
 
 
 def test_replayed_selection_is_taken():
-    layer, weights = layer_and_weights()
+    layer, _ = layer_and_weights()
     x = torch.randn(4, DIM, dtype=torch.float64)
     recorded = torch.tensor([[3, 2]] * 4)
     replayed = layer(x, selection=recorded)
@@ -155,7 +155,7 @@ def test_bfloat16_experts_stay_near_float32():
 
 def test_router_cast_to_bfloat16_is_refused():
     layer = MoELayer(DIM, EXPERTS, 2).to(torch.bfloat16)
-    with pytest.raises(TypeError, match="router's weight is torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"router's weight is torch\.bfloat16"):
         layer(torch.randn(2, DIM, dtype=torch.bfloat16))
 
 
@@ -163,9 +163,9 @@ def test_deepcopy_and_bad_arguments():
     layer, _ = layer_and_weights()
     x = torch.randn(3, DIM, dtype=torch.float64)
     assert torch.equal(copy.deepcopy(layer)(x).hidden, layer(x).hidden)
-    with pytest.raises(TopologyError, match="top_k is 5 with 4 experts"):
+    with pytest.raises(TopologyError, match=r"top_k is 5 with 4 experts"):
         MoELayer(DIM, EXPERTS, 5)
-    with pytest.raises(ValueError, match="token_mask is torch.float32"):
+    with pytest.raises(ValueError, match=r"token_mask is torch\.float32"):
         layer(x, torch.ones(3))
 
 

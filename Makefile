@@ -1,0 +1,41 @@
+# `make train` and `make test` do everything: virtual environment, pinned packages, then the work itself.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RECIPE ?= recipes/quickstart.yaml
+# Further arguments of the training script, such as ARGS="--set train.steps=100".
+ARGS   ?=
+# Ranks to start and what they need of the recipe; empty: what tools/local_ranks.py finds fitting here.
+N      ?=
+
+STAMP = $(VENV)/.installed
+BIN   = $(abspath $(VENV))/bin
+
+.PHONY: train test check setup clean
+
+train: $(STAMP)
+	@ranks="$(N)"; [ -n "$$ranks" ] || ranks="$$($(BIN)/python tools/local_ranks.py $(RECIPE))" || exit 1; set -- $$ranks; \
+	count=$$1; shift; PATH="$(BIN):$$PATH" exec $(BIN)/deepspeed --num_gpus $$count --module moe_async.train --recipe $(RECIPE) $$@ $(ARGS)
+
+test: $(STAMP)
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+# torch comes first so that nothing resolves to another build of it; deepspeed builds its kernels lazily, on use.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "moe_async needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1). Use make PYTHON=python3.12 ..."; exit 1; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
+	  echo "Could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt torch setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

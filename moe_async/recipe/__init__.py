@@ -1,0 +1,35 @@
+"""Recipes: the schema, the YAML loader and the DeepSpeed JSON that follows from a recipe. Needs no torch."""
+
+from moe_async.recipe.architecture import BalanceTerm, EveryLayers, ModelSection, MoeSection
+from moe_async.recipe.deepspeed_config import deepspeed_config
+from moe_async.recipe.loader import dump_recipe, load_recipe, parse_recipe
+from moe_async.recipe.schema import Recipe
+from moe_async.recipe.text import DataSection, SourceEntry
+from moe_async.recipe.training import (
+    LogSection,
+    OptimSection,
+    ParallelSection,
+    ScheduleSection,
+    SyncSection,
+    TrainSection,
+)
+
+__all__ = [
+    "BalanceTerm",
+    "DataSection",
+    "EveryLayers",
+    "LogSection",
+    "ModelSection",
+    "MoeSection",
+    "OptimSection",
+    "ParallelSection",
+    "Recipe",
+    "ScheduleSection",
+    "SourceEntry",
+    "SyncSection",
+    "TrainSection",
+    "deepspeed_config",
+    "dump_recipe",
+    "load_recipe",
+    "parse_recipe",
+]

@@ -1,0 +1,114 @@
+"""The DeepSpeed JSON that a recipe stands for, and the DeepSpeed options that a recipe may not pass.
+
+The engine promises exact gradients, a float32 router and one meaning for each recipe entry. An option that would
+break such a promise is refused with the reason and with what to use instead; all others pass through.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_async.recipe.schema import Recipe
+
+_CASTS_ROUTER = "it casts every layer, the router too, which computes in float32. Use train.precision"
+_OWNED_OPTIMIZER = "the optimizer and its schedule are built from the optim section. Use optim.{}"
+_OWNED_BATCH = "it follows from the train section and the number of ranks. Use train.{}"
+_GRADIENT_SCALE = "it changes how gradients are scaled or rounded when ranks add them, which must stay exact. Remove it"
+_OFFLOAD = "no test covers offloading or quantised ZeRO here. Remove it, or use parallel.zero: 2 to save memory"
+_OTHER_BATCHES = "it changes batches or layers behind the recipe. Use the train and data sections"
+
+# Patterns of dotted option names, and why each is refused: "reason. What to use instead".
+_REFUSED: Mapping[str, str] = {
+    "bf16": _CASTS_ROUTER,
+    "bfloat16": _CASTS_ROUTER,
+    "fp16": _CASTS_ROUTER,
+    "amp": _CASTS_ROUTER,
+    "torch_autocast": "it casts inside the router and sends linear gradients in bfloat16. Use train.precision",
+    "data_types": "gradients accumulate in float32. Use train.precision",
+    "optimizer": _OWNED_OPTIMIZER.format("kind and optim.lr"),
+    "scheduler": _OWNED_OPTIMIZER.format("schedule"),
+    "train_batch_size": _OWNED_BATCH.format("global_batch"),
+    "train_micro_batch_size_per_gpu": _OWNED_BATCH.format("global_batch and train.accumulation"),
+    "gradient_accumulation_steps": _OWNED_BATCH.format("accumulation"),
+    "gradient_clipping": "one coefficient clips experts and dense layers alike. Use optim.clip",
+    "communication_data_type": _GRADIENT_SCALE,
+    "prescale_gradients": _GRADIENT_SCALE,
+    "gradient_predivide_factor": _GRADIENT_SCALE,
+    "gradient_allreduce_op": _GRADIENT_SCALE,
+    "sparse_gradients": _GRADIENT_SCALE,
+    "checkpoint": "checkpoints are written one key per expert, not by DeepSpeed. Use train.checkpoint_every",
+    "expert_parallel": "experts are placed by this package. Use parallel.expert",
+    "use_data_before_expert_parallelism": "expert groups are consecutive ranks. Use parallel.expert",
+    "elasticity": _OTHER_BATCHES,
+    "data_efficiency": _OTHER_BATCHES,
+    "curriculum_learning": _OTHER_BATCHES,
+    "progressive_layer_drop": _OTHER_BATCHES,
+    "compression_training": _OTHER_BATCHES,
+    "zero_optimization.stage": "the recipe chooses the stage; stage 3 is not supported. Use parallel.zero: 0, 1 or 2",
+    "zero_optimization.offload_*": _OFFLOAD,
+    "zero_optimization.cpu_offload*": _OFFLOAD,
+    "zero_optimization.zenflow": _OFFLOAD,
+    "zero_optimization.zero_quantized_*": _OFFLOAD,
+    "zero_optimization.compute_grad_norm": "clipping and the log need the norm. Remove it",
+}
+
+
+def refused_options(options: Mapping[str, Any]) -> list[str]:
+    """Gives one sentence for each option of a recipe's `deepspeed` section that is refused, in the given order."""
+    refusals = []
+    for name, value in _named(options):
+        if name == "zero_optimization" and not isinstance(value, Mapping):
+            refusals.append(_refusal(name, "it must be a mapping of ZeRO options. Use parallel.zero for the stage"))
+        if name == "checkpoint" and value == {}:
+            continue
+        refusals += [_refusal(name, reason) for pattern, reason in _REFUSED.items() if fnmatchcase(name, pattern)]
+    return refusals
+
+
+def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """Gives the DeepSpeed JSON for a launch of `recipe` on `world_size` ranks.
+
+    At ZeRO 0 DeepSpeed's clipping is switched off, because its norm is wrong with experts and the engine clips
+    instead; leaving the key out would mean clipping at 1.0.
+
+    Raises:
+        RecipeError: if the recipe cannot be launched on that many ranks.
+    """
+    recipe.check_world(world_size)
+    derived: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": recipe.micro_batch_size(world_size),
+        "gradient_accumulation_steps": recipe.train.accumulation,
+        "gradient_clipping": recipe.optim.clip if recipe.parallel.zero else 0.0,
+        "zero_optimization": {"stage": recipe.parallel.zero},
+    }
+    if recipe.optim.kind == "sgd":
+        derived["zero_allow_untested_optimizer"] = True
+    return _merged(derived, recipe.deepspeed)
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"deepspeed.{name} is not allowed: {reason}."
+
+
+def _named(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Gives each option with its dotted name, to the depth that the refusals know."""
+    for name, value in options.items():
+        yield name, value
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in value.items())
+
+
+def _merged(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives a deep copy of `base` in which `extra` wins wherever both hold a value."""
+    merged = dict(base)
+    for key, value in extra.items():
+        inner = merged.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(inner, value)
+        else:
+            merged[key] = value
+    return copy.deepcopy(merged)

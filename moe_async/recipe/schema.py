@@ -1,0 +1,178 @@
+"""The recipe as a whole: its sections in order, and the rules that compare one section with another.
+
+Every such rule is a validator of the *later* section, so that it runs, and is reported, beside the errors of
+unrelated sections.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails
+
+from moe_async.errors import RecipeError
+from moe_async.recipe.architecture import BalanceTerm, EveryLayers, ModelSection, MoeSection, Section
+from moe_async.recipe.deepspeed_config import refused_options
+from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, statement
+from moe_async.recipe.text import DataSection, SourceEntry
+from moe_async.recipe.training import (
+    LogSection,
+    OptimSection,
+    ParallelSection,
+    ScheduleSection,
+    SyncSection,
+    TrainSection,
+)
+
+__all__ = [
+    "BalanceTerm",
+    "DataSection",
+    "EveryLayers",
+    "LogSection",
+    "ModelSection",
+    "MoeSection",
+    "OptimSection",
+    "ParallelSection",
+    "Recipe",
+    "ScheduleSection",
+    "SourceEntry",
+    "SyncSection",
+    "TrainSection",
+]
+
+
+class Recipe(Section):
+    """One complete training recipe."""
+
+    name: str | None = Field(
+        default=None,
+        description="Name of the run; letters, digits, '-', '_' and '.'. Default: the file's name without its ending.",
+    )
+    model: ModelSection = Field(description="The dense skeleton of the transformer. Required.")
+    moe: MoeSection | None = Field(default=None, description="The experts. Default: null, a dense model.")
+    parallel: ParallelSection = Field(default=ParallelSection(), description="The layout over the ranks.")
+    sync: SyncSection = Field(default=SyncSection(), description="How dense gradients meet.")
+    optim: OptimSection = Field(description="The optimizer. Required.")
+    data: DataSection = Field(description="The text. Required.")
+    train: TrainSection = Field(description="Length, batch and precision. Required.")
+    log: LogSection = Field(default=LogSection(), description="What a run writes.")
+    deepspeed: dict[str, Any] = Field(
+        default={}, description="Further DeepSpeed options, as in its JSON file. Default: none."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_file_name(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
+        clean = "".join(char if char.isascii() and (char.isalnum() or char in "-_.") else "-" for char in value)
+        clean = clean.lstrip("-.") or "run"
+        if clean != value:
+            raise ValueError(
+                "it may hold letters, digits, '-', '_' and '.', and begins with a letter, a digit or '_'."
+                f" Use name: {clean}."
+            )
+        return value
+
+    @field_validator("moe")
+    @classmethod
+    def _moe_layers_exist(cls, value: MoeSection | None, info: ValidationInfo) -> MoeSection | None:
+        if value is not None and "model" in info.data:
+            try:
+                value.moe_layers(info.data["model"].layers)
+            except RecipeError as error:
+                raise statement(str(error)) from error
+        return value
+
+    @field_validator("parallel")
+    @classmethod
+    def _experts_divide(cls, value: ParallelSection, info: ValidationInfo) -> ParallelSection:
+        if "moe" not in info.data:
+            return value
+        moe = info.data["moe"]
+        if moe is None and value.expert > 1:
+            raise statement(
+                f"parallel.expert is {value.expert} but moe is null; a dense model has no experts to spread."
+                " Use expert: 1, or add a moe section."
+            )
+        if moe is not None and moe.num_experts % value.expert:
+            experts = alternatives(nearest_multiples(moe.num_experts, value.expert))
+            ranks = alternatives(nearest_divisors(moe.num_experts, value.expert))
+            raise statement(
+                f"moe.num_experts is {moe.num_experts} but parallel.expert is {value.expert}; the experts"
+                f" must divide evenly over the expert ranks. Use {experts} experts, or expert: {ranks}."
+            )
+        return value
+
+    @field_validator("train")
+    @classmethod
+    def _warmup_ends(cls, value: TrainSection, info: ValidationInfo) -> TrainSection:
+        if "optim" in info.data and info.data["optim"].schedule.warmup >= value.steps:
+            warmup = info.data["optim"].schedule.warmup
+            raise statement(
+                f"optim.schedule.warmup is {warmup} but train.steps is {value.steps}; warmup must end before"
+                f" training does. Use warmup: {value.steps - 1} at most, or steps: {warmup + 1} at least."
+            )
+        return value
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _keeps_contracts(cls, value: dict[str, Any]) -> dict[str, Any]:
+        problems = refused_options(value)
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problems.append(f"deepspeed does not fit into a JSON file: {error}. Use numbers, text, lists and mappings.")
+        if problems:
+            details = [InitErrorDetails(type=statement(text), input=value) for text in problems]
+            raise ValidationError.from_exception_data("deepspeed", details)
+        return value
+
+    def micro_batch_size(self, world_size: int) -> int:
+        """Gives the number of sequences in one micro-batch on one of `world_size` ranks.
+
+        Raises:
+            RecipeError: if the global batch does not divide over ranks and micro-batches.
+        """
+        batch, accumulation = self.train.global_batch, self.train.accumulation
+        share = world_size * accumulation
+        if batch % share == 0:
+            return batch // share
+        repairs = [f"--set train.global_batch={near}" for near in nearest_multiples(batch, share)]
+        if batch % world_size == 0:
+            repairs += [
+                f"--set train.accumulation={near}" for near in nearest_divisors(batch // world_size, accumulation)
+            ]
+        raise RecipeError(
+            f"train.global_batch is {batch} but {_ranks(world_size)} with train.accumulation {accumulation} take"
+            f" {share} equal micro-batches a step. Use {alternatives(repairs)}."
+        )
+
+    def check_world(self, world_size: int) -> None:
+        """Checks that a launch with `world_size` ranks can train this recipe.
+
+        Raises:
+            RecipeError: if the expert-parallel size does not divide the ranks, or the batch does not divide over them.
+        """
+        problems = []
+        if world_size % self.parallel.expert:
+            experts = self.moe.num_experts if self.moe else 1
+            allowed = [size for size in range(1, world_size + 1) if world_size % size == 0 and experts % size == 0]
+            repairs = alternatives(f"--set parallel.expert={size}" for size in allowed)
+            ranks = alternatives(nearest_multiples(world_size, self.parallel.expert))
+            problems.append(
+                f"parallel.expert is {self.parallel.expert} but the launch has {_ranks(world_size)}; expert groups"
+                f" of that size must fill the launch. Use {repairs}, or launch {ranks} ranks."
+            )
+        try:
+            self.micro_batch_size(world_size)
+        except RecipeError as error:
+            problems.append(str(error))
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

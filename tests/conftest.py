@@ -1,0 +1,16 @@
+"""Options and fixtures that the whole test suite shares."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the one flag that may rewrite golden files."""
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden and pass")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be rewritten instead of compared."""
+    return bool(request.config.getoption("--update-golden"))

@@ -1,0 +1,34 @@
+"""Runs the tools by name after an install.
+
+moe-async evaluate runs/quickstart
+moe-async evaluate --help
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+TOOLS = {
+    "evaluate": "held-out loss of a checkpoint in bits per byte",
+    "local_ranks": "ranks to start on this machine for a recipe",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one tool with the rest of the command line; its exit code, or 2 without a known name."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0].replace("-", "_") if given else ""
+    if name not in TOOLS:
+        asked = given and given[0] in ("-h", "--help")
+        lines = ["usage: moe-async TOOL ...", "", *(f"  {tool:<14}{text}" for tool, text in TOOLS.items())]
+        print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    tool = importlib.import_module(f"moe_async.tools.{name}")
+    code: int = tool.main(given[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Held-out loss of a checkpoint in bits per byte, in one process with all experts.
+
+    python tools/evaluate.py runs/quickstart/checkpoints/step_00000600
+    moe-async evaluate runs/quickstart --json --set data.heldout_bytes=10000
+
+Prints the figure overall and by domain, and the run's own figure beside it where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_async import build_model
+from moe_async.comm import World
+from moe_async.data import heldout_batches, load_corpus, make_tokenizer
+from moe_async.engine.checkpoint import MANIFEST, load_weights, read_manifest
+from moe_async.engine.evaluate import evaluate
+from moe_async.engine.run_folder import RunFolder, resumed_run
+from moe_async.errors import MoeAsyncError
+from moe_async.recipe import Recipe, parse_recipe
+
+
+def evaluate_checkpoint(path: Path, overrides: Sequence[str] = (), batch_size: int = 16) -> dict[str, Any]:
+    """Bits per byte of the held-out text under a checkpoint, overall and by domain.
+
+    Args:
+        path: a checkpoint's folder, or a run's (its newest checkpoint is taken).
+        overrides: recipe entries to replace, such as ``data.source=my.txt``.
+        batch_size: sequences in a forward pass.
+    """
+    run, checkpoint = resumed_run(path.parent, path.name, str(path))
+    recipe = _recipe(checkpoint, overrides)
+    corpus = load_corpus(recipe.data, make_tokenizer(recipe.data.tokenizer))
+    model = build_model(recipe)
+    manifest = load_weights(checkpoint, model)
+    batches = heldout_batches(corpus, recipe.data.seq_len, rank=0, world_size=1, batch_size=batch_size)
+    result = evaluate(model.eval(), batches, corpus, World())
+    figures: dict[str, Any] = {
+        "checkpoint": str(checkpoint),
+        "step": manifest.trainer["step"],
+        "heldout_bits_per_byte": result.bits_per_byte,
+        "by_domain": result.by_domain,
+    }
+    if not overrides:
+        figures["same_text"] = manifest.trainer["data"]["fingerprint"] == corpus.fingerprint
+        figures["run"] = _figure_of_run(run, manifest.trainer["step"])
+    return figures
+
+
+def _recipe(checkpoint: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe in the checkpoint, for one process with all experts."""
+    text = read_manifest(checkpoint).recipe
+    return parse_recipe(text, str(checkpoint / MANIFEST), ["parallel.expert=1", *overrides])
+
+
+def _figure_of_run(run: RunFolder, step: int) -> float | None:
+    """What the run itself measured after that step."""
+    if not run.metrics.is_file():
+        return None
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    figures = [line["heldout_bits_per_byte"] for line in lines if line["step"] == step and "lm_loss" not in line]
+    return figures[-1] if figures else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the figures. Exit code 1 when the checkpoint or the text cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences in a forward pass (default 16)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="replace a recipe entry, such as data.source=my.txt",
+    )  # fmt: skip
+    parsed = parser.parse_args(arguments)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        figures = evaluate_checkpoint(parsed.checkpoint, parsed.overrides, parsed.batch_size)
+    except MoeAsyncError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(figures, indent=1) if parsed.json else _table(figures))
+    return 0
+
+
+def _table(figures: dict[str, Any]) -> str:
+    lines = [
+        f"{figures['checkpoint']}, step {figures['step']}",
+        f"{'held-out bits per byte':<26}{figures['heldout_bits_per_byte']:>9.4f}",
+        *(f"{'  ' + domain:<26}{bits:>9.4f}" for domain, bits in figures["by_domain"].items()),
+    ]
+    if figures.get("run") is not None:
+        lines.append(f"{'the run itself measured':<26}{figures['run']:>9.4f}")
+    if figures.get("same_text") is False:
+        lines.append("note: the text here differs from the run's (other files or package versions)")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

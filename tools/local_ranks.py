@@ -1,0 +1,60 @@
+"""How many ranks to start on this machine for a recipe, and the overrides they need: one line for the launcher.
+
+python tools/local_ranks.py recipes/quickstart.yaml          prints "2", or "1 --set parallel.expert=1"
+deepspeed --num_gpus $(python tools/local_ranks.py RECIPE) --module moe_async.train --recipe RECIPE
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from moe_async.engine.deepspeed_bridge import accelerator_count
+from moe_async.errors import MoeAsyncError, RecipeError
+from moe_async.recipe import Recipe, load_recipe
+
+CPU_RANKS = 2
+
+
+def fitting_ranks(recipe_path: str, available: int) -> tuple[int, list[str]]:
+    """The largest number of ranks up to ``available`` that the recipe divides over, and the overrides it takes.
+
+    The recipe's expert-parallel size is kept where that many ranks are there, and lowered otherwise.
+    """
+    recipe = load_recipe(recipe_path)
+    for ranks in range(available, 0, -1):
+        sizes = [size for size in range(min(ranks, recipe.parallel.expert), 0, -1) if _fits(recipe_path, ranks, size)]
+        if sizes:
+            return ranks, [] if sizes[0] == recipe.parallel.expert else [f"parallel.expert={sizes[0]}"]
+    raise RecipeError(
+        f"{recipe_path} does not even fit one rank; make train.global_batch a multiple of train.accumulation."
+    )
+
+
+def _fits(recipe_path: str, ranks: int, expert_parallel: int) -> bool:
+    try:
+        recipe: Recipe = load_recipe(recipe_path, [f"parallel.expert={expert_parallel}"])
+        recipe.check_world(ranks)
+    except RecipeError:
+        return False
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the line. Exit code 1 when the recipe is not valid."""
+    parser = argparse.ArgumentParser(
+        prog="local_ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", help="YAML file that describes the run")
+    try:
+        ranks, overrides = fitting_ranks(parser.parse_args(arguments).recipe, accelerator_count() or CPU_RANKS)
+    except MoeAsyncError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(" ".join([str(ranks), *(f"--set {override}" for override in overrides)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
