@@ -113,9 +113,10 @@ class Group:
         """Send row ``i`` of ``tensor`` [P, ...] to rank ``i`` and return what came, [P, ...]. No gradient."""
         if self.size == 1:
             return tensor
-        received = torch.empty_like(tensor)
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
         with self.clock.running():
-            dist.all_to_all_single(received, tensor.contiguous(), group=self.handle)
+            dist.all_to_all_single(received, sent, group=self.handle)
         return received
 
     def all_to_all_rows(self, rows_RD: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:

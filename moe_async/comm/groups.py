@@ -71,7 +71,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         local = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", local)
         address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+    elif "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "1") > 1:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         # Slurm names no port: one derived from the job is the same on every node and seldom taken.
         address = env.get("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", ""))
@@ -80,7 +80,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         return Launch()
     rank, size, local_rank = (_number(env, name, "0") for name in names[:3])
     local_size = _number(env, names[3], str(size))
-    if size > 1 and not (address and port.isdigit()):
+    if (size > 1 and not (address and port)) or not (port or "0").isdigit():
         raise CommunicationError(
             f"this process is rank {rank} of {size}, but MASTER_ADDR is {address!r} and MASTER_PORT is {port!r}; "
             "export the address and a free port of the machine that runs rank 0 on every rank."

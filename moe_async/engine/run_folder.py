@@ -117,7 +117,7 @@ def forget_after(path: Path, step: int) -> None:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         # A line cut short by a crash belongs to no step worth keeping.
         return float("inf")
 

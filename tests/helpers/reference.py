@@ -170,3 +170,35 @@ def naive_transformer(
         streams = list((x + y).split(tokens.shape[1]))
     hidden = naive_rms_norm(torch.stack(streams), weights["norm.weight"])
     return hidden @ weights["embedding.weight"].T, routings
+
+
+def naive_top_k_weights(logits: Tensor, top_k: int, rule: str) -> tuple[list[int], Tensor]:
+    """One token's experts, best first, and their weights [K]."""
+    probs = torch.exp(logits - logits.max()) / torch.exp(logits - logits.max()).sum()
+    chosen = naive_choice(probs, top_k)
+    total = sum(probs[e] for e in chosen) if rule == "normalised" and top_k > 1 else 1.0
+    return chosen, torch.stack([probs[e] / total for e in chosen])
+
+
+def naive_sums(logits: Tensor, chosen: list[list[int]], mask: list[bool] | None = None) -> NaiveRouting:
+    """The sums over live tokens, from logits [T, E] and each token's experts."""
+    routing = NaiveRouting([0] * logits.shape[1], logits.new_zeros(logits.shape[1]), logits.new_zeros(()), 0.0, 0)
+    for t, row in enumerate(logits):
+        if mask is not None and not mask[t]:
+            continue
+        total = torch.exp(row).sum()
+        probs = torch.exp(row) / total
+        routing.prob_sum = routing.prob_sum + probs
+        routing.z_sum = routing.z_sum + torch.log(total) ** 2
+        routing.entropy_sum -= sum(p * math.log(p) for p in probs.tolist() if p > 0)
+        routing.tokens += 1
+        for e in chosen[t]:
+            routing.counts[e] += 1
+    return routing
+
+
+def naive_expert_rows(rows: Tensor, sizes: list[int], w_in: Tensor, w_out: Tensor, kind: str) -> Tensor:
+    """Rows [R, D] sorted by expert, each through its own expert; ``sizes`` are the rows of each."""
+    owners = [expert for expert, size in enumerate(sizes) for _ in range(size)]
+    outputs = [naive_expert(row, w_in[e], w_out[e], kind) for row, e in zip(rows, owners, strict=True)]
+    return torch.stack(outputs) if outputs else rows

@@ -1,0 +1,154 @@
+"""The engine as people use it: their own loops, gradients that are not finite, and calls in the wrong order."""
+
+import pytest
+import torch
+
+from moe_async.comm import make_world
+from moe_async.engine.start import initialize
+from moe_async.engine.step import IGNORED_LABEL, MicroBatch, next_token_loss_sum
+from moe_async.errors import EngineError
+from moe_async.model import build_model
+from moe_async.topology import Topology
+from tests.helpers.numerics import assert_all_close
+from tests.helpers.small import small_recipe
+from tests.helpers.spawn import run_ranks
+
+VOCAB, ROWS, LENGTH = 32, 2, 6
+
+
+def micro_batch(seed):
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return MicroBatch(tokens, (tokens * 3 + 1) % VOCAB)
+
+
+def make_engine(stage, precision="float32", expert=2, **train):
+    recipe = small_recipe(
+        parallel={"expert": expert, "zero": stage},
+        train={"steps": 10, "global_batch": 8, "precision": precision, **train},
+    )
+    world = make_world(Topology(2, expert, 4))
+    return initialize(build_model(recipe, world), recipe, world)
+
+
+def both_loops(rank, stage):
+    """The same two steps by `train_step` and by the three calls; all micro-batches are of one size."""
+    batches = [[micro_batch(100 * step + 10 * rank + a) for a in range(2)] for step in range(2)]
+    weights = []
+    for own in (False, True):
+        engine = make_engine(stage, accumulation=2)
+        for step in batches:
+            if not own:
+                engine.train_step(step)
+                continue
+            outcomes = []
+            for batch in step:
+                logits, routing = engine(batch.tokens)
+                loss = next_token_loss_sum(logits, batch.labels) / batch.label_tokens()
+                engine.backward(loss + engine.balance_loss(routing))
+                outcomes.append(engine.step())
+            assert outcomes[0] is None and outcomes[1].applied
+        weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+    return weights
+
+
+def at_stages(rank, function, cases):
+    """Many cases in one launch: starting processes costs more than the cases."""
+    return [function(rank, *case) for case in cases]
+
+
+def test_forward_backward_step_equal_train_step():
+    for stages in run_ranks(2, at_stages, both_loops, [(0,), (1,)]):
+        for train_step, three_calls in stages:
+            assert_all_close(three_calls, train_step)
+
+
+def not_finite(rank, stage):
+    engine = make_engine(stage)
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    head = engine.module.embedding.register_forward_hook(
+        lambda module, inputs, output: output * (float("nan") if rank == 1 else 1.0)
+    )
+    skipped = engine.train_step([micro_batch(rank)])
+    unchanged = all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
+    head.remove()
+    applied = engine.train_step([micro_batch(rank)])
+    return skipped.applied, unchanged, applied.applied, applied.lm_loss, engine.global_step
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
+    for stages in run_ranks(2, at_stages, not_finite, [(0,), (1,), (2,)]):
+        for skipped, unchanged, applied, loss, steps in stages:
+            assert not skipped and unchanged and applied and 0 < loss < 10 and steps == 2
+
+
+def wrong_calls(rank):
+    engine = make_engine(1)
+    messages = []
+    for call in (
+        lambda: engine.train_step([]),
+        lambda: engine.train_step([micro_batch(0), micro_batch(1)]),
+        lambda: engine.train_step([MicroBatch(*[torch.full((1, 4), v) for v in (0, IGNORED_LABEL)])]),
+    ):
+        with pytest.raises(EngineError) as error:
+            call()
+        messages.append(str(error.value))
+    engine.backward(next_token_loss_sum(engine(micro_batch(0).tokens).logits, micro_batch(0).labels))
+    with pytest.raises(EngineError) as error:
+        engine.train_step([micro_batch(0)])
+    messages.append(str(error.value))
+
+    recipe = small_recipe(parallel={"expert": 2, "zero": 0}, train={"steps": 1, "global_batch": 8})
+    with pytest.raises(EngineError) as error:
+        initialize(build_model(recipe), recipe, make_world(Topology(2, 2, 4)))
+    messages.append(str(error.value))
+    with pytest.raises(EngineError) as error:
+        make_engine(1, precision="float64")
+    messages.append(str(error.value))
+    return messages
+
+
+def test_wrong_calls_say_what_to_do():
+    expected = (
+        "got 0 micro-batches but the recipe's train.accumulation is 1",
+        "got 2 micro-batches",
+        "no micro-batch of this step has a label token",
+        "between backward and the end of a step",
+        "built for the expert group of ranks [0] but this rank is in [0, 1]",
+        "--set parallel.zero=0 for float64",
+    )
+    for messages in run_ranks(2, wrong_calls):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
+
+
+def presets(rank, precision, stage):
+    engine = make_engine(stage, precision=precision)
+    seen = {}
+    layer = engine.module.layers[1].ffn
+    layer.experts.register_forward_hook(
+        lambda module, inputs, output: seen.update(rows=(inputs[0].dtype, output.dtype))
+    )
+    layer.router.register_forward_hook(lambda module, inputs, output: seen.update(router=output[0].dtype))
+    engine.module.layers[0].attention.qkv.register_forward_hook(
+        lambda module, inputs, output: seen.update(dense=output.dtype)
+    )
+    report = engine.train_step([micro_batch(rank)])
+    seen["parameters"] = {p.dtype for p in engine.module.parameters()}
+    assert report.applied
+    return seen
+
+
+PRESETS = [
+    ("selective", 1, torch.bfloat16, torch.float32, torch.float32),
+    ("selective", 2, torch.bfloat16, torch.float32, torch.float32),
+    ("bf16", 0, torch.bfloat16, torch.bfloat16, torch.float32),
+    ("bf16", 1, torch.bfloat16, torch.bfloat16, torch.float32),
+    ("float32", 1, torch.float32, torch.float32, torch.float32),
+    ("float64", 0, torch.float64, torch.float64, torch.float64),
+]
+
+
+def test_dtypes_of_each_preset_in_training():
+    for ranks in run_ranks(2, at_stages, presets, [preset[:2] for preset in PRESETS]):
+        for seen, (_, _, rows, dense, wide) in zip(ranks, PRESETS, strict=True):
+            assert seen == {"rows": (rows, rows), "router": wide, "dense": dense, "parameters": {wide}}

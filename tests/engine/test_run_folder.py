@@ -1,0 +1,104 @@
+"""Names of run folders, what a resumed run starts from, and what it forgets."""
+
+import json
+
+import pytest
+
+from moe_async.engine.checkpoint import MANIFEST, checkpoint_name, find_checkpoints
+from moe_async.engine.run_folder import RunFolder, append_line, forget_after, new_run, resumed_run
+from moe_async.errors import CheckpointError
+
+
+def checkpoint(run, step, complete=True):
+    """A folder that looks like the checkpoint after ``step``."""
+    path = run / "checkpoints" / checkpoint_name(step)
+    path.mkdir(parents=True)
+    if complete:
+        (path / MANIFEST).write_text("{}")
+    return path
+
+
+def test_a_run_never_writes_into_anothers_folder(tmp_path):
+    paths = [new_run(tmp_path / "runs", "quick").path for _ in range(3)]
+    assert paths == [tmp_path / "runs" / name for name in ("quick", "quick-2", "quick-3")]
+    assert all(path.is_dir() for path in paths)
+    (tmp_path / "runs" / "file").write_text("")
+    assert new_run(tmp_path / "runs", "file").path.name == "file-2"
+
+
+def test_the_files_of_a_run(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert [path.name for path in (folder.recipe, folder.deepspeed, folder.metrics, folder.expert_load)] == [
+        "recipe.yaml", "deepspeed.json", "metrics.jsonl", "expert_load.jsonl"
+    ]  # fmt: skip
+    assert folder.summary == tmp_path / "summary.json" and folder.checkpoints == tmp_path / "checkpoints"
+
+
+def test_checkpoints_are_complete_ones_in_the_order_of_steps(tmp_path):
+    paths = [checkpoint(tmp_path, step) for step in (300, 20, 1000)]
+    checkpoint(tmp_path, 2000, complete=False)
+    for name in (".step_00003000.partial", "step_later"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / MANIFEST).write_text("{}")
+    assert find_checkpoints(tmp_path / "checkpoints") == [paths[1], paths[0], paths[2]]
+    assert find_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_latest_is_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path):
+    for name in ("quick", "quick-2", "quick-10", "quick-11", "quickest", "quick-x", "my-quick"):
+        (tmp_path / name).mkdir()
+    checkpoint(tmp_path / "quick", 900)
+    checkpoint(tmp_path / "quick-2", 500)
+    checkpoint(tmp_path / "quick-10", 100)
+    newest = checkpoint(tmp_path / "quick-10", 200)
+    # These are of other runs, or not complete.
+    checkpoint(tmp_path / "quickest", 7000)
+    checkpoint(tmp_path / "quick-x", 7000)
+    checkpoint(tmp_path / "quick-11", 7000, complete=False)
+    assert resumed_run(tmp_path, "quick", "latest") == (RunFolder(tmp_path / "quick-10"), newest)
+
+
+def test_a_name_with_signs_of_patterns_is_taken_as_it_is(tmp_path):
+    checkpoint(tmp_path / "a1b", 5)
+    mine = checkpoint(tmp_path / "a.b", 3)
+    assert resumed_run(tmp_path, "a.b", "latest") == (RunFolder(tmp_path / "a.b"), mine)
+
+
+def test_a_run_or_a_checkpoint_by_its_path(tmp_path):
+    older, newer = checkpoint(tmp_path / "run", 5), checkpoint(tmp_path / "run", 30)
+    for resume, expected in ((tmp_path / "run", newer), (older, older), (newer, newer)):
+        assert resumed_run(tmp_path / "elsewhere", "other", str(resume)) == (RunFolder(tmp_path / "run"), expected)
+
+
+def test_nothing_to_resume_says_so(tmp_path):
+    (tmp_path / "quick").mkdir()
+    with pytest.raises(CheckpointError, match=r"no run called quick with a checkpoint in .*; start without --resume"):
+        resumed_run(tmp_path, "quick", "latest")
+    with pytest.raises(CheckpointError, match="no run called quick"):
+        resumed_run(tmp_path / "nowhere", "quick", "latest")
+    with pytest.raises(CheckpointError, match=r"neither a checkpoint nor a run with one; give a folder such as"):
+        resumed_run(tmp_path, "quick", str(tmp_path / "quick"))
+
+
+def test_lines_are_appended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, {"step": 1, "lm_loss": 2.5})
+    append_line(path, {"step": 2})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "lm_loss": 2.5}, {"step": 2}]
+
+
+def test_a_resumed_run_forgets_later_and_broken_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kept = ['{"step": 0, "heldout_bits_per_byte": 8.0}', '{"step": 1}', '{"step": 2}', '{"step": 2, "layer": 1}']
+    lost = ['{"step": 3}', '{"tokens": 5}', "[1]", "7", '{"step": null}', '{"step": "last"}', "", '{"step": 1, "lm']
+    path.write_text("\n".join([*kept[:2], *lost[:4], *kept[2:], *lost[4:]]))
+    forget_after(path, 2)
+    assert path.read_text() == "".join(line + "\n" for line in kept)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    append_line(path, {"step": 3})
+    assert path.read_text().splitlines()[-1] == '{"step": 3}'
+
+
+def test_forgetting_where_nothing_is_written_makes_no_file(tmp_path):
+    forget_after(tmp_path / "metrics.jsonl", 0)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,194 @@
+"""The training command as a user runs it: whole runs, stops, resumes and deaths, under the real launcher."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.helpers.launch import Launch, all_gone, free_port, train
+from tests.helpers.texts import tiny_document, write_recipe, write_texts
+
+MEASURED = ("tokens_per_second", "data_wait", "comm_wait")
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    """A folder with texts and a recipe that takes ``changes``."""
+
+    def make(**changes):
+        texts = tmp_path / "texts"
+        if not texts.exists():
+            write_texts(texts)
+        return write_recipe(tmp_path / "tiny.yaml", tiny_document(texts, tmp_path / "runs", **changes))
+
+    return make
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run):
+    """Step lines without what is measured in seconds."""
+    found = [line for line in lines(run) if "lm_loss" in line]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in found]
+
+
+@pytest.mark.slow
+def test_a_whole_run_leaves_everything_behind(tmp_path, workplace):
+    launch = train(tmp_path, workplace(train__eval_every=4, train__checkpoint_every=3))
+    assert launch.wait() == 0, launch.text()
+    run = tmp_path / "runs" / "tiny"
+    assert {path.name for path in run.iterdir()} == {
+        "recipe.yaml", "deepspeed.json", "metrics.jsonl", "expert_load.jsonl", "summary.json", "checkpoints",
+    }  # fmt: skip
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_00000006", "step_00000008"]
+    assert [line["step"] for line in steps(run)] == list(range(1, 9))
+    evaluations = [line for line in lines(run) if "heldout_bits_per_byte" in line]
+    assert [line["step"] for line in evaluations] == [0, 4, 8]
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["heldout_bits_per_byte"] == evaluations[-1]["heldout_bits_per_byte"]
+    assert summary["heldout_bits_per_byte_start"] == evaluations[0]["heldout_bits_per_byte"]
+    assert 0 < summary["trigram_bits_per_byte"] < 8 and summary["dropped"] == 0
+    assert summary["tokens"] == 8 * 8 * 16 and summary["tokens_per_second"] > 0
+    assert summary["params_active"] < summary["params_total"]
+    assert [set(layer) for layer in summary["layers"]] == [{"layer", "max_over_mean", "cv", "dead"}] * 2
+
+    loads = [json.loads(line) for line in (run / "expert_load.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["layer"]) for line in loads] == [(s, i) for s in (2, 4, 6, 8) for i in (0, 1)]
+    assert sum(sum(line["counts"]) for line in loads if line["layer"] == 0) == 2 * summary["tokens"]
+
+    text = launch.text()
+    for shown in ("held-out bits per byte", "trigram", "dropped assignments", "layer 1", "> the |", "step 8/8"):
+        assert shown in text, shown
+    check_evaluate_tool(tmp_path, run, summary)
+
+
+def check_evaluate_tool(folder, run, summary):
+    """The tool recomputes the run's figure; bfloat16 experts see their rows in other groupings."""
+    tool = Launch(folder, sys.executable, "-m", "tools.evaluate", summary["checkpoint"], "--json")
+    assert tool.wait() == 0, tool.text()
+    figures = json.loads(tool.text())
+    assert figures["heldout_bits_per_byte"] == pytest.approx(summary["heldout_bits_per_byte"], abs=2e-3)
+    assert figures["run"] == summary["heldout_bits_per_byte"] and figures["same_text"]
+    newest = Launch(folder, "moe-async", "evaluate", str(run))
+    assert newest.wait() == 0 and "the run itself measured" in newest.text(), newest.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_process_group_saves_and_a_resumed_run_is_the_same(tmp_path, workplace, how):
+    recipe = workplace(train__steps=1000)
+    stopped = train(tmp_path, recipe)
+    stopped.wait_for("step 6/1000")
+    ranks = stopped.ranks()
+    os.killpg(stopped.process.pid, signal.Signals[how])
+    stopped.wait(30)
+    assert all_gone(ranks, 15), stopped.text()
+    run = tmp_path / "runs" / "tiny"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step_"))
+    assert steps(run)[-1]["step"] == step >= 6
+    assert f"at step {step}; checkpoint" in stopped.text() and "--resume" in stopped.text()
+
+    # A line from after the checkpoint, as a crash would leave it, is written anew.
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step + 1, "lm_loss": 0.0}) + '\n{"step": ')
+    resumed = train(tmp_path, recipe, "--resume", "latest")
+    resumed.wait_for(f"step {step + 8 - step % 2}/1000")
+    os.killpg(resumed.process.pid, signal.SIGTERM)
+    resumed.wait(30)
+    assert f"resumed from {checkpoint}" in resumed.text()
+
+    whole = train(tmp_path, recipe, "--set", f"log.dir={tmp_path / 'whole'}")
+    whole.wait_for(f"step {step + 8 - step % 2}/1000")
+    whole.kill_group()
+    whole.process.wait()
+    expected = steps(tmp_path / "whole" / "tiny")[: step + 7]
+    assert len(expected) == step + 7
+    assert steps(run)[: step + 7] == expected
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_killed_command(tmp_path, workplace):
+    launch = train(tmp_path, workplace(train__steps=100000))
+    launch.wait_for("step 4/")
+    ranks = launch.ranks()
+    assert len(ranks) == 2
+    launch.process.kill()
+    assert all_gone(ranks, 30), launch.text()
+    assert "stopped by launcher gone" in launch.text()
+    assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step_*/manifest.json"))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_without_a_hang(tmp_path, workplace):
+    launch = train(tmp_path, workplace(train__steps=100000))
+    launch.wait_for("step 4/")
+    ranks = launch.ranks()
+    ranks[1].kill()
+    assert launch.wait(60) != 0
+    assert all_gone(ranks, 15)
+
+
+FAILING = """
+import sys
+from moe_async import train
+from moe_async.engine.loop import Trainer
+
+plain = Trainer._step
+
+def step(self):
+    if self.world.rank == 1 and self.engine.global_step == 3:
+        raise ZeroDivisionError("planned on rank 1")
+    return plain(self)
+
+Trainer._step = step
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_failing_rank_ends_the_job_with_its_traceback(tmp_path, workplace):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    launch = Launch(
+        tmp_path, "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(script),
+        "--recipe", str(workplace(train__steps=100000)),
+    )  # fmt: skip
+    assert launch.wait(90) != 0
+    text = launch.text()
+    assert "rank 1 failed:" in text and "ZeroDivisionError: planned on rank 1" in text and "Traceback" in text
+
+
+@pytest.mark.slow
+def test_torchrun_and_a_process_on_its_own(tmp_path, workplace):
+    recipe = workplace()
+    alone = Launch(tmp_path, sys.executable, "-m", "moe_async.train", "--recipe", str(recipe),
+                   "--set", "parallel.expert=1")  # fmt: skip
+    assert alone.wait() == 0, alone.text()
+    port = str(free_port())
+    torchrun = Launch(tmp_path, "torchrun", "--nproc-per-node", "2", "--master-port", port,
+                      "-m", "moe_async.train", "--recipe", str(recipe), "--set", "name=two")  # fmt: skip
+    assert torchrun.wait() == 0, torchrun.text()
+    one, two = steps(tmp_path / "runs" / "tiny"), steps(tmp_path / "runs" / "two")
+    # The same initial model and the same text; a balance loss per micro-batch depends on the cut.
+    assert one[0]["lm_loss"] == pytest.approx(two[0]["lm_loss"], rel=1e-4)
+    assert one[0]["z_loss"] == pytest.approx(two[0]["z_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_errors_are_said_once_and_end_the_job(tmp_path, workplace):
+    recipe = workplace()
+    wrong = train(tmp_path, recipe, "--set", "moe.topk=1", "--set", "optim.lr=-1")
+    assert wrong.wait() != 0
+    text = wrong.text()
+    assert text.count("2 errors in") == 1 and "moe.topk" in text and "top_k" in text and "optim.lr" in text
+    assert "Traceback" not in text
+
+    nothing = train(tmp_path, recipe, "--resume", "latest")
+    assert nothing.wait() != 0
+    assert "nothing to resume" in nothing.text() and "Traceback" not in nothing.text()
