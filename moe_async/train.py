@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -37,7 +38,7 @@ from moe_async.engine.run_folder import RunFolder, forget_after, new_run, resume
 from moe_async.engine.start import initialize, join_world
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.summary import build_summary, format_summary
-from moe_async.errors import MoeAsyncError, RecipeError
+from moe_async.errors import DataError, MoeAsyncError, RecipeError
 from moe_async.model import build_model
 from moe_async.recipe import Recipe, deepspeed_config, dump_recipe, load_recipe
 
@@ -71,10 +72,11 @@ class Session:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.began = process_start()
         self.recipe: Recipe = load_recipe(arguments.recipe, arguments.overrides)
-        self.stop = StopFlag()
-        self.stop.install()
         share_cores()
+        self.stop = StopFlag()
         self.world = join_world(self.recipe)
+        # Not earlier: a rank that still waits for others to join has nothing to save and shall end at once.
+        self.stop.install()
         self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world)
         self.say(
             f"{self.recipe.name}: {self.world.size} ranks on {self.world.device.type}, experts over "
@@ -213,16 +215,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank. Returns the exit code; a failing rank ends at once, and the launcher then ends the others."""
     parsed = parse_arguments(arguments)
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    first_here = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     try:
         session = Session(parsed)
         session.run()
         session.world.everyone.barrier()
         leave_process_group()
-    except RecipeError as error:
-        # Every rank reads the same recipe and fails alike; one message is enough.
-        if rank == "0":
+    except (RecipeError, DataError) as error:
+        # Every rank of a machine reads the same files and fails alike; one message is enough.
+        if first_here:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        leave_at_once(1)
     except MoeAsyncError as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         leave_at_once(1)

@@ -32,7 +32,7 @@ class StepRecord:
 
     Attributes:
         report: what the step did.
-        tokens: routed or not, tokens trained on since the beginning of the run.
+        tokens: label tokens since the beginning of the run, over all ranks.
         seconds: wall time of the step.
         data_wait: seconds spent getting the micro-batches.
         comm_wait: seconds this rank spent in its own blocking collectives (all-to-all, ZeRO 0 reductions).

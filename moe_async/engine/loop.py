@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from moe_async.comm import World
 from moe_async.data import Batch, Corpus, TrainStream, heldout_batches
 from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
@@ -173,20 +171,3 @@ class Trainer:
         self.tokens, self.dropped, self.skipped = state["tokens"], state["dropped"], state["skipped"]
         self.load.load_state_dict(state["load"])
         self.first_evaluation = Evaluation(*state["first_evaluation"]) if state["first_evaluation"] else None
-
-
-def count_parameters(recipe: Recipe) -> tuple[int, int]:
-    """Parameters in all, and active for one token (``top_k`` of the routed experts), without making the model."""
-    from moe_async.model.build import make_transformer
-    from moe_async.moe.classes import classify
-    from moe_async.topology import Topology
-
-    moe = recipe.moe
-    with torch.device("meta"):
-        model = make_transformer(recipe, World(Topology(num_experts=moe.num_experts if moe else 1)))
-    classes = classify(model)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    total = sum(sizes.values())
-    experts = sum(size for name, size in sizes.items() if classes[name] == "expert")
-    active_share = moe.top_k / moe.num_experts if moe else 1.0
-    return total, total - experts + round(experts * active_share)

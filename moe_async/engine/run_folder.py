@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,9 @@ def _step_of(line: str) -> float:
 
 
 def append_line(path: Path, document: dict[str, Any]) -> None:
-    """Append one JSON line."""
+    """Append one JSON line; a number that is not finite becomes null, which JSON has a word for."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in document.items()
+    }
     with path.open("a") as file:
-        file.write(json.dumps(document) + "\n")
+        file.write(json.dumps(finite) + "\n")

@@ -58,13 +58,19 @@ class StopFlag:
         return bool(world.everyone.all_reduce(flag, op="max").item())
 
 
-def launcher_processes() -> tuple[int, int | None]:
-    """Process ids of this rank's parent (the launcher) and of the launcher's parent (the `deepspeed` command).
+def launcher_processes() -> tuple[int, ...]:
+    """Process ids of the launcher that started this rank and, for DeepSpeed's, of the `deepspeed` command above it.
 
-    Ending the `deepspeed` command alone leaves its launcher and the ranks running, so a rank watches both.
+    Ending the `deepspeed` command alone leaves its launcher and the ranks running, so a rank watches both. A rank that
+    was started by hand or by Slurm watches nobody: its parent may be a shell that is closed while the run goes on.
     """
-    parent = os.getppid()
+    chain: list[int] = []
     try:
-        return parent, psutil.Process(parent).ppid()
+        for process in psutil.Process().parents()[:2]:
+            if not any(name in " ".join(process.cmdline()) for name in ("deepspeed", "torchrun", "torch.distributed")):
+                break
+            chain.append(process.pid)
     except psutil.Error:
-        return parent, None
+        # A launcher that vanishes while it is looked at is as gone as one that was not found.
+        return tuple(chain)
+    return tuple(chain)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moe_async.engine.evaluate import Evaluation
-from moe_async.engine.loop import Trainer, count_parameters
+from moe_async.engine.loop import Trainer
+from moe_async.model.build import count_parameters
 
 
 def build_summary(

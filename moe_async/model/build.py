@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from moe_async.comm import World
 from moe_async.data.tokenizer import make_tokenizer
 from moe_async.model.transformer import Transformer, TransformerShape
 from moe_async.moe import MoELayer
+from moe_async.moe.classes import classify
 from moe_async.moe.feed_forward import FeedForward
 from moe_async.topology import Topology
 
@@ -91,3 +92,22 @@ def _moe_layer(moe: MoeSection, shape: TransformerShape, dtype: torch.dtype | No
         world=world,
         output_scale=shape.output_scale,
     )
+
+
+class ParameterCount(NamedTuple):
+    """Sizes of a model over all ranks: ``total`` parameters, and those ``active`` for one token."""
+
+    total: int
+    active: int
+
+
+def count_parameters(recipe: Recipe) -> ParameterCount:
+    """Parameters of the recipe's model; of routed experts a token uses ``top_k``. Makes no weights."""
+    moe = recipe.moe
+    with torch.device("meta"):
+        model = make_transformer(recipe, World(Topology(num_experts=moe.num_experts if moe else 1)))
+    classes = classify(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if classes[name] == "expert")
+    idle = experts * (moe.num_experts - moe.top_k) // moe.num_experts if moe else 0
+    return ParameterCount(sum(sizes.values()), sum(sizes.values()) - idle)

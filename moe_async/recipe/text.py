@@ -109,7 +109,9 @@ class DataSection(Section):
         " Default: null, all of it.",
     )
     tokenizer: Literal["bytes"] = Field(default="bytes", description="How text becomes token ids. Default: bytes.")
-    seed: int = Field(default=0, description="Seed of the order of training windows; the split does not depend on it. Default: 0.")
+    seed: int = Field(
+        default=0, description="Seed of the order of training windows; the split does not depend on it. Default: 0."
+    )
 
     @field_validator("source", mode="before")
     @classmethod
