@@ -14,8 +14,11 @@ BIN   = $(abspath $(VENV))/bin
 .PHONY: train test check setup clean
 
 train: $(STAMP)
-	@ranks="$(N)"; [ -n "$$ranks" ] || ranks="$$($(BIN)/python tools/local_ranks.py $(RECIPE))" || exit 1; set -- $$ranks; \
-	count=$$1; shift; PATH="$(BIN):$$PATH" exec $(BIN)/deepspeed --num_gpus $$count --module moe_async.train --recipe $(RECIPE) $$@ $(ARGS)
+	@ranks="$(N)"; [ -n "$$ranks" ] || ranks="$$($(BIN)/python tools/local_ranks.py $(RECIPE) 2>/dev/null)" || \
+	  exec $(BIN)/python tools/local_ranks.py $(RECIPE); \
+	set -- $$ranks; count=$$1; shift; \
+	set -- deepspeed --num_gpus $$count --module moe_async.train --recipe $(RECIPE) $$@ $(ARGS); \
+	echo "$$@"; PATH="$(BIN):$$PATH" exec "$$@"
 
 test: $(STAMP)
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)

@@ -7,6 +7,7 @@ deepspeed --num_gpus $(python tools/local_ranks.py RECIPE) --module moe_async.tr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -47,8 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="local_ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", help="YAML file that describes the run")
+    recipe = parser.parse_args(arguments).recipe
     try:
-        ranks, overrides = fitting_ranks(parser.parse_args(arguments).recipe, accelerator_count() or CPU_RANKS)
+        # DeepSpeed logs to the standard output while it looks for accelerators; that belongs to the launcher here.
+        with contextlib.redirect_stdout(sys.stderr):
+            available = accelerator_count() or CPU_RANKS
+        ranks, overrides = fitting_ranks(recipe, available)
     except MoeAsyncError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

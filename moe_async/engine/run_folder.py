@@ -125,8 +125,13 @@ def _step_of(line: str) -> float:
 
 def append_line(path: Path, document: dict[str, Any]) -> None:
     """Append one JSON line; a number that is not finite becomes null, which JSON has a word for."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in document.items()
-    }
     with path.open("a") as file:
-        file.write(json.dumps(finite) + "\n")
+        file.write(json.dumps(_finite(document)) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -138,7 +138,7 @@ class LogSection(Section):
         ge=0,
         description="Tokens of text generated for each prompt at the end; 0: none. Default: 160.",
     )
-    prompts: list[str] = Field(
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
         default=["The ", "def ", "#include <", "Returns the "],
         description="Beginnings of the generated texts. Default: four, one for each builtin domain.",
     )

@@ -5,7 +5,9 @@ import torch
 
 from moe_async.data import ByteTokenizer
 from moe_async.engine.generate import generate
+from moe_async.errors import RecipeError
 from moe_async.model import ModelOutput, build_model
+from moe_async.recipe import dump_recipe, load_recipe
 from tests.helpers.small import SMALL, small_recipe
 
 TOKENIZER = ByteTokenizer()
@@ -119,3 +121,10 @@ def test_temperature_divides_the_logits():
     share = "".join(warm).count("a") / 2000
     # At 100 both are nearly as likely; 2000 draws have a standard error of 1.1 %.
     assert 0.45 < share < 0.56 and set("".join(cold)) == {"a"}
+
+
+def test_a_recipe_with_an_empty_prompt_is_refused_before_it_trains(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(dump_recipe(small_recipe()))
+    with pytest.raises(RecipeError, match=r"log\.prompts\.1 is ''; it must not be empty"):
+        load_recipe(path, ['log.prompts=["The ", ""]'])

@@ -1,6 +1,7 @@
 """What is written and shown around the steps, and when evaluations and checkpoints happen."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,11 @@ from moe_async.engine.hooks import (
     MetricsHook,
     ProgressHook,
     StepRecord,
+    TensorBoardHook,
 )
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.step import StepReport
+from moe_async.errors import MoeAsyncError
 
 EVALUATION = Evaluation(2.5, {"code": 2.0, "plants": 3.25})
 
@@ -137,6 +140,12 @@ def test_when_checkpoints_happen_each_step_at_most_once(every, steps, expected):
     trainer = FakeTrainer(steps=10)
     trainer.run(CheckpointHook(every), steps)
     assert trainer.saved == expected
+
+
+def test_tensorboard_that_is_not_installed_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MoeAsyncError, match=r"pip install 'moe_async\[tensorboard\]'.*--set log\.tensorboard=false"):
+        TensorBoardHook(RunFolder(tmp_path))
 
 
 def test_a_hook_does_nothing_by_default():

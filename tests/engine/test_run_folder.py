@@ -1,6 +1,7 @@
 """Names of run folders, what a resumed run starts from, and what it forgets."""
 
 import json
+import math
 
 import pytest
 
@@ -85,6 +86,15 @@ def test_lines_are_appended(tmp_path):
     append_line(path, {"step": 1, "lm_loss": 2.5})
     append_line(path, {"step": 2})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "lm_loss": 2.5}, {"step": 2}]
+
+
+def test_a_number_that_is_not_finite_becomes_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append_line(
+        path, {"step": 1, "lm_loss": math.nan, "by_domain": {"code": math.inf, "text": 2.0}, "ids": [-math.inf, 3]}
+    )
+    expected = '{"step": 1, "lm_loss": null, "by_domain": {"code": null, "text": 2.0}, "ids": [null, 3]}'
+    assert path.read_text() == expected + "\n"
 
 
 def test_a_resumed_run_forgets_later_and_broken_lines(tmp_path):

@@ -8,8 +8,8 @@ import torch
 
 from moe_async.comm import World
 from moe_async.engine.evaluate import Evaluation
-from moe_async.engine.loop import count_parameters
 from moe_async.engine.summary import build_summary, format_summary
+from moe_async.model.build import count_parameters
 from moe_async.observe import LoadWindow
 from moe_async.topology import Topology
 from tests.helpers.small import small_recipe

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from moe_async.comm import Group, World
-from moe_async.engine.loop import count_parameters
 from moe_async.errors import TopologyError
 from moe_async.model import build_model
-from moe_async.model.build import make_transformer, transformer_shape
+from moe_async.model.build import count_parameters, make_transformer, transformer_shape
 from moe_async.model.transformer import EMBEDDING_STD
 from moe_async.moe import MoELayer
 from moe_async.moe.classes import classify, expert_ids
@@ -68,6 +67,8 @@ def test_parameters_in_all_and_active_by_hand():
     # 32; four experts of 96 + 48, of which a token takes two.
     dense = 256 + 2 * (128 + 64 + 16) + 288 + 8 + 32
     assert count_parameters(small_recipe()) == (dense + 4 * 144, dense + 2 * 144)
+    for top_k in (1, 4):
+        assert count_parameters(recipe_of(top_k=top_k)).active == dense + top_k * 144
     total = dense - 32 + 288
     assert count_parameters(small_recipe(moe=None)) == (total, total)
     model = build_model(small_recipe())
