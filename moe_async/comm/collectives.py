@@ -23,7 +23,7 @@ it is fixed here and depends on shapes alone."""
 
 
 class WaitClock:
-    """Seconds this process has spent inside blocking collectives; shared by the groups of one world.
+    """Seconds this process has spent inside blocking collectives on tensors; shared by the groups of one world.
 
     On an accelerator whose collectives run on a stream this is the time to launch them.
     """

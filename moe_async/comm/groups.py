@@ -6,9 +6,10 @@ The one place, beside the entry points, that reads the launcher's environment va
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -63,32 +64,58 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Who this process is, from the variables of the deepspeed launcher, torchrun or Slurm; alone without any.
 
     Raises:
-        CommunicationError: a variable is missing or is no number.
+        CommunicationError: the address or port is missing, a number is none, or the rank does not exist.
     """
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
-        # torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE.
-        local = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", local)
-        address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+        launch = _torch_launch(env)
     elif "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "1") > 1:
-        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-        # Slurm names no port: one derived from the job is the same on every node and seldom taken.
-        address = env.get("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-        port = env.get("MASTER_PORT", str(20000 + _number(env, "SLURM_JOB_ID", "0") % 20000))
+        launch = _slurm_launch(env)
     else:
         return Launch()
-    rank, size, local_rank = (_number(env, name, "0") for name in names[:3])
-    local_size = _number(env, names[3], str(size))
-    if (size > 1 and not (address and port)) or not (port or "0").isdigit():
+    if launch.rank >= launch.world_size:
         raise CommunicationError(
-            f"this process is rank {rank} of {size}, but MASTER_ADDR is {address!r} and MASTER_PORT is {port!r}; "
-            "export the address and a free port of the machine that runs rank 0 on every rank."
+            f"this process is rank {launch.rank} of {launch.world_size}; ranks count from 0, so the launcher must "
+            "start more ranks or number them anew."
         )
-    return Launch(rank, size, local_rank, local_size, address or "127.0.0.1", int(port) if port else None)
+    if launch.world_size > 1 and not (launch.address and launch.port):
+        raise CommunicationError(
+            f"this process is rank {launch.rank} of {launch.world_size}, but MASTER_ADDR is {launch.address!r} and "
+            f"MASTER_PORT is {env.get('MASTER_PORT', '')!r}; export the address and a free port of the machine that "
+            "runs rank 0 on every rank."
+        )
+    return replace(launch, address=launch.address or "127.0.0.1")
 
 
-def _number(env: Mapping[str, str], name: str, default: str) -> int:
+def _torch_launch(env: Mapping[str, str]) -> Launch:
+    # torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE.
+    local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
+    return Launch(
+        rank=_number(env, "RANK"),
+        world_size=_number(env, "WORLD_SIZE"),
+        local_rank=_number(env, "LOCAL_RANK", "0"),
+        local_world_size=_number(env, local_size, env["WORLD_SIZE"]),
+        address=env.get("MASTER_ADDR", ""),
+        port=_number(env, "MASTER_PORT", "0") or None,
+    )
+
+
+def _slurm_launch(env: Mapping[str, str]) -> Launch:
+    # Slurm names no port: one derived from the job is the same on every node and seldom taken.
+    port = str(20000 + _number(env, "SLURM_JOB_ID", "0") % 20000)
+    # Such as "4(x2),3": tasks on each node in turn. The first is right for all nodes of an even job.
+    tasks = re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", ""))
+    return Launch(
+        rank=_number(env, "SLURM_PROCID"),
+        world_size=_number(env, "SLURM_NTASKS"),
+        local_rank=_number(env, "SLURM_LOCALID", "0"),
+        local_world_size=int(tasks[0]) if tasks else _number(env, "SLURM_NTASKS"),
+        address=env.get("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "")),
+        port=_number(env, "MASTER_PORT", port),
+    )
+
+
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     value = env.get(name, default)
     if not value.isdigit():
         raise CommunicationError(

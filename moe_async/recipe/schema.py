@@ -115,6 +115,14 @@ class Recipe(Section):
                 f"optim.schedule.warmup is {warmup} but train.steps is {value.steps}; warmup must end before"
                 f" training does. Use warmup: {value.steps - 1} at most, or steps: {warmup + 1} at least."
             )
+        if "optim" in info.data and info.data["optim"].schedule.kind == "wsd":
+            schedule = info.data["optim"].schedule
+            if schedule.warmup + round(schedule.decay * value.steps) > value.steps:
+                raise statement(
+                    f"optim.schedule.warmup is {schedule.warmup} and decay takes {schedule.decay:g} of the"
+                    f" {value.steps} steps, so they overlap and the rate never reaches lr. Use decay:"
+                    f" {(value.steps - schedule.warmup) / value.steps:g} at most, or a shorter warmup."
+                )
         return value
 
     @field_validator("deepspeed")

@@ -19,7 +19,7 @@ DEEPSPEED = {
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501", "CROSS_RANK": "0",
 }  # fmt: skip
 SLURM = {
-    "SLURM_PROCID": "6", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2", "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_PROCID": "6", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2", "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9", "SLURM_JOB_ID": "40123",
 }  # fmt: skip
 
@@ -60,13 +60,15 @@ def test_the_environment_is_read_when_none_is_given(monkeypatch):
         (TORCHRUN | {"LOCAL_RANK": "-1"}, ["LOCAL_RANK is '-1'"]),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4.0"}, ["LOCAL_WORLD_SIZE is '4.0'"]),
         (DEEPSPEED | {"LOCAL_SIZE": "x"}, ["LOCAL_SIZE is 'x'"]),
-        (TORCHRUN | {"MASTER_PORT": "http"}, ["rank 5 of 8", "MASTER_PORT is 'http'", "free port", "rank 0"]),
+        (TORCHRUN | {"MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
         (TORCHRUN | {"MASTER_ADDR": ""}, ["rank 5 of 8", "MASTER_ADDR is ''"]),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ["rank 1 of 2", "MASTER_ADDR is ''", "MASTER_PORT is ''"]),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
         (SLURM | {"SLURM_PROCID": "x"}, ["SLURM_PROCID is 'x'"]),
         (SLURM | {"SLURM_NTASKS": "many"}, ["SLURM_NTASKS is 'many'"]),
         (SLURM | {"SLURM_JOB_ID": "job"}, ["SLURM_JOB_ID is 'job'"]),
+        (TORCHRUN | {"RANK": "8"}, ["rank 8 of 8", "count from 0"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head"}, ["MASTER_PORT is ''", "free port", "rank 0"]),
     ],
 )
 def test_a_variable_that_is_missing_or_no_number_says_so(environment, parts):

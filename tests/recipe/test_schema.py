@@ -168,6 +168,10 @@ ONE_ERROR: list[tuple[str, list[str]]] = [
         "optim.schedule.warmup=100",
         ["optim.schedule.warmup is 100 but train.steps is 100", "warmup: 99 at most", "steps: 101 at least"],
     ),
+    (
+        "optim.schedule={kind: wsd, warmup: 60, decay: 0.5}",
+        ["warmup is 60 and decay takes 0.5 of the 100 steps", "overlap", "decay: 0.4 at most"],
+    ),
     ("data.source=[]", ["data.source is []", "1 or more"]),
     ("data.source=7", ["data.source is 7", "an entry or a list of entries"]),
     ("data.source={}", ["data.source is {}", "exactly one of builtin and path", "Add one"]),
