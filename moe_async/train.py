@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart.yaml 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -15,13 +16,14 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
 
 from moe_async.comm import World, leave_process_group, read_launch
-from moe_async.data import Corpus, TrigramModel, load_corpus, make_tokenizer
+from moe_async.data import Corpus, Tokenizer, TrigramModel, load_corpus, make_tokenizer
+from moe_async.engine.checkpoint_folder import abandon_after
 from moe_async.engine.generate import generate
 from moe_async.engine.hooks import (
     CheckpointHook,
@@ -34,13 +36,16 @@ from moe_async.engine.hooks import (
     TensorBoardHook,
 )
 from moe_async.engine.loop import Trainer
-from moe_async.engine.run_folder import RunFolder, forget_after, new_run, resumed_run
+from moe_async.engine.run_folder import RunFolder, finite, forget_after, new_run, resumed_run
 from moe_async.engine.start import initialize, join_world
-from moe_async.engine.stop import StopFlag
+from moe_async.engine.stop import StopFlag, launcher_processes
 from moe_async.engine.summary import build_summary, format_summary
 from moe_async.errors import DataError, MoeAsyncError, RecipeError
 from moe_async.model import build_model
 from moe_async.recipe import Recipe, deepspeed_config, dump_recipe, load_recipe
+
+PATIENCE_SECONDS = 10.0
+"""For this long a rank leaves it to the first rank of its machine to tell of an error that both have."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,10 +65,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def process_start() -> float:
-    """When the launch of this rank began: the start of its launcher, or of this process, as a Unix time."""
-    process = psutil.Process()
-    parents = [parent for parent in process.parents() if "deepspeed" in " ".join(parent.cmdline()[:3])]
-    return min(float(process.create_time()), *(float(parent.create_time()) for parent in parents), time.time())
+    """When the launch of this rank began, as a Unix time: the start of its launcher, or of this process."""
+    began = [time.time()]
+    for pid in (os.getpid(), *launcher_processes()):
+        # Some systems do not let a process look at others.
+        with contextlib.suppress(psutil.Error):
+            began.append(float(psutil.Process(pid).create_time()))
+    return min(began)
 
 
 class Session:
@@ -72,6 +80,8 @@ class Session:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.began = process_start()
         self.recipe: Recipe = load_recipe(arguments.recipe, arguments.overrides)
+        self.tokenizer = make_tokenizer(self.recipe.data.tokenizer)
+        check_vocabulary(self.recipe, self.tokenizer)
         share_cores()
         self.stop = StopFlag()
         self.world = join_world(self.recipe)
@@ -83,7 +93,8 @@ class Session:
             f"{self.world.topology.expert_parallel}, precision {self.recipe.train.precision}; "
             f"run folder {self.folder.path}"
         )
-        self.corpus: Corpus = load_corpus(self.recipe.data, make_tokenizer(self.recipe.data.tokenizer))
+        self.corpus: Corpus = load_corpus(self.recipe.data, self.tokenizer)
+        check_same_text(self.corpus, self.world)
         self.say(
             f"text: {sum(self.corpus.train_bytes):,} bytes to train on, {sum(self.corpus.heldout_bytes):,} held out, "
             f"domains {', '.join(self.corpus.domains)}"
@@ -99,12 +110,15 @@ class Session:
 
     def run(self) -> None:
         """Train, then report, or save and leave when told to stop."""
-        trainer = self.trainer
+        trainer, steps = self.trainer, self.recipe.train.steps
         if self.checkpoint is not None:
             trainer.resume(self.checkpoint)
             self.say(f"resumed from {self.checkpoint} at step {trainer.engine.global_step}")
+            if trainer.engine.global_step >= steps:
+                self.say(f"nothing is left to do: train.steps is {steps}. Train longer with --set train.steps=...")
+                return
         if self.world.rank == 0:
-            self._write_recipe()
+            self._prepare_folder()
         trainer.hooks = self._hooks()
         if trainer.first_evaluation is None:
             trainer.evaluate()
@@ -116,12 +130,16 @@ class Session:
                 f"{trainer.saved_path}. Go on with --resume {self.folder.path}"
             )
 
-    def _write_recipe(self) -> None:
+    def _prepare_folder(self) -> None:
+        """Write down what is run, and put aside what an interrupted run wrote after this one's first step."""
         self.folder.recipe.write_text(dump_recipe(self.recipe))
         config = deepspeed_config(self.recipe, self.world.size)
         self.folder.deepspeed.write_text(json.dumps(config, indent=1) + "\n")
+        step = self.trainer.engine.global_step
         for path in (self.folder.metrics, self.folder.expert_load):
-            forget_after(path, self.trainer.engine.global_step)
+            forget_after(path, step)
+        for path in abandon_after(self.folder.checkpoints, step):
+            self.say(f"a later checkpoint of another branch is now {path}")
 
     def _hooks(self) -> list[Hook]:
         recipe, log = self.recipe, self.recipe.log
@@ -142,17 +160,15 @@ class Session:
 
     def _report(self) -> None:
         """The closing table, some generated text, and where the files are. Every rank takes part."""
-        if self.trainer.last_evaluation is None:
-            self.trainer.evaluate()
-        samples = self._samples()
-        if self.world.rank != 0:
-            return
-        trigram = TrigramModel.count(self.corpus.train, self.corpus.tokenizer.vocab_size).bits_per_byte(self.corpus)
+        # On every rank, though only one shows it: no rank waits while another counts.
+        trigram = TrigramModel.count(self.corpus.train, self.tokenizer.vocab_size).bits_per_byte(self.corpus)
         summary = build_summary(self.trainer, trigram, time.time() - self.began, self.first_step.seconds)
-        summary["samples"] = samples
-        self.folder.summary.write_text(json.dumps(summary, indent=1) + "\n")
+        self._write_summary(summary)
         self.say("\n" + format_summary(summary) + "\n")
-        for sample in samples:
+        summary["samples"] = self._samples()
+        summary["seconds"] = time.time() - self.began
+        self._write_summary(summary)
+        for sample in summary["samples"]:
             self.say(f"> {sample['prompt']}|{sample['text']}\n")
         self.say(
             f"files: {self.folder.path} (summary.json, metrics.jsonl, expert_load.jsonl)\n"
@@ -160,12 +176,16 @@ class Session:
             f"done in {summary['seconds']:.0f} s, first step after {summary['first_step_seconds'] or 0:.0f} s"
         )
 
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        if self.world.rank == 0:
+            self.folder.summary.write_text(json.dumps(finite(summary), indent=1) + "\n")
+
     def _samples(self) -> list[dict[str, str]]:
         log, engine = self.recipe.log, self.trainer.engine
         engine.bridge.train(False)
         texts = generate(
             engine.forward,
-            self.corpus.tokenizer,
+            self.tokenizer,
             log.prompts,
             log.sample_tokens,
             context=self.recipe.data.seq_len,
@@ -174,6 +194,27 @@ class Session:
         )
         engine.bridge.train(True)
         return [{"prompt": prompt, "text": text} for prompt, text in zip(log.prompts, texts, strict=True)]
+
+
+def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse a model without a place for every token id."""
+    size = recipe.model.vocab_size
+    if size is not None and size < tokenizer.vocab_size:
+        raise RecipeError(
+            f"model.vocab_size is {size} but the tokenizer {recipe.data.tokenizer!r} has {tokenizer.vocab_size} ids; "
+            f"use {tokenizer.vocab_size} or more, or leave the entry out."
+        )
+
+
+def check_same_text(corpus: Corpus, world: World) -> None:
+    """Refuse ranks that read different text. Every rank calls it; blocks."""
+    found = world.everyone.gather_objects(corpus.fingerprint)
+    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
+    if others:
+        raise MoeAsyncError(
+            f"ranks {others} read other text than rank 0, so they would train on other data or wait for one another: "
+            "a source changes while it is read, or machines hold different files. Give all ranks the same files."
+        )
 
 
 class FirstStepHook(Hook):
@@ -191,7 +232,11 @@ class FirstStepHook(Hook):
 
 def share_cores() -> None:
     """Give each CPU rank of this machine its share of the cores; more threads than cores slow every rank down."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    if "SLURM_CPUS_PER_TASK" in os.environ:
+        torch.set_num_threads(int(os.environ["SLURM_CPUS_PER_TASK"]))
+    else:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // read_launch().local_world_size))
 
@@ -200,7 +245,7 @@ def open_folder(recipe: Recipe, resume: str | None, world: World) -> tuple[RunFo
     """The run's folder and the checkpoint to start from, the same on every rank. Every rank calls it; blocks."""
     result: tuple[RunFolder, Path | None] | str = ""
     if world.rank == 0:
-        runs, name = Path(recipe.log.dir), recipe.name or "run"
+        runs, name = Path(recipe.log.dir).expanduser(), recipe.name or "run"
         try:
             result = resumed_run(runs, name, resume) if resume else (new_run(runs, name), None)
         except (MoeAsyncError, OSError) as error:
@@ -220,12 +265,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         session = Session(parsed)
         session.run()
-        session.world.everyone.barrier()
         leave_process_group()
     except (RecipeError, DataError) as error:
-        # Every rank of a machine reads the same files and fails alike; one message is enough.
-        if first_here:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        # Every rank of a machine reads the same files and fails alike, and one message is enough. A rank that still
+        # lives after a while failed alone, and nobody else tells.
+        if not first_here:
+            time.sleep(PATIENCE_SECONDS)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         leave_at_once(1)
     except MoeAsyncError as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -348,3 +349,12 @@ def test_the_package_keeps_the_rules(path):
     source = Source(path, (PACKAGE / path).read_text())
     findings = [f"{path}:{line}: {what} ({rule.__name__})" for rule in RULES for line, what in rule(source)]
     assert findings == []
+
+
+def test_no_folder_of_tests_is_skipped(pytestconfig):
+    """pytest leaves out folders called dist unless told otherwise."""
+    tests = Path(__file__).parent
+    skipped = pytestconfig.getini("norecursedirs")
+    folders = [path.relative_to(tests) for path in tests.rglob("*") if path.is_dir() and any(path.glob("test_*.py"))]
+    assert Path("dist") in folders
+    assert not [path for path in folders for part in path.parts for name in skipped if fnmatch(part, name)]

@@ -21,7 +21,8 @@ import torch
 from moe_async import build_model
 from moe_async.comm import World
 from moe_async.data import heldout_batches, load_corpus, make_tokenizer
-from moe_async.engine.checkpoint import MANIFEST, load_weights, read_manifest
+from moe_async.engine.checkpoint import load_weights
+from moe_async.engine.checkpoint_folder import MANIFEST, read_manifest
 from moe_async.engine.evaluate import evaluate
 from moe_async.engine.run_folder import RunFolder, resumed_run
 from moe_async.errors import MoeAsyncError
@@ -65,9 +66,16 @@ def _figure_of_run(run: RunFolder, step: int) -> float | None:
     """What the run itself measured after that step."""
     if not run.metrics.is_file():
         return None
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    figures = [line["heldout_bits_per_byte"] for line in lines if line["step"] == step and "lm_loss" not in line]
-    return figures[-1] if figures else None
+    figure = None
+    for text in run.metrics.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            # A line cut short by a crash.
+            continue
+        if line.get("step") == step and "heldout_bits_per_byte" in line:
+            figure = line["heldout_bits_per_byte"]
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="replace a recipe entry, such as data.source=my.txt",
     )  # fmt: skip
     parsed = parser.parse_args(arguments)
+    if parsed.batch_size < 1:
+        parser.error(f"--batch-size is {parsed.batch_size}; it must be at least 1")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         figures = evaluate_checkpoint(parsed.checkpoint, parsed.overrides, parsed.batch_size)

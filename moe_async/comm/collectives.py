@@ -64,6 +64,14 @@ class Group:
         """Ranks in the group."""
         return len(self.ranks)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.handle is not None:
+            raise TypeError(
+                "a group of several ranks cannot be saved or sent to another process; save the state dict of the "
+                "module instead of the module."
+            )
+        return dict(self.__dict__)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         # A process group cannot be copied; a copied layer goes on talking to the same ranks.
         return self

@@ -110,9 +110,15 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
         world_size=_number(env, "SLURM_NTASKS"),
         local_rank=_number(env, "SLURM_LOCALID", "0"),
         local_world_size=int(tasks[0]) if tasks else _number(env, "SLURM_NTASKS"),
-        address=env.get("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "")),
+        address=env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))),
         port=_number(env, "MASTER_PORT", port),
     )
+
+
+def _first_host(nodes: str) -> str:
+    """The first machine of a Slurm node list, where rank 0 runs: ``node[03-05,9],other`` gives ``node03``."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    return match[1] + (match[2] or "") if match else ""
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
@@ -143,7 +149,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def make_world(topology: Topology, launch: Launch | None = None, device: torch.device | None = None) -> World:
+def make_world(
+    topology: Topology,
+    launch: Launch | None = None,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+) -> World:
     """Create the groups of ``topology`` over the running process group.
 
     Every rank of the learner calls it, in the same order among its other calls; blocks. Without a running process
@@ -153,6 +164,7 @@ def make_world(topology: Topology, launch: Launch | None = None, device: torch.d
         topology: the integers.
         launch: what the launcher says of this process.
         device: where this rank computes; the CPU by default.
+        timeout: after this long a collective of a new group fails whose partner is missing; None: torch's default.
 
     Raises:
         CommunicationError: the running world has another size than the topology.
@@ -170,7 +182,7 @@ def make_world(topology: Topology, launch: Launch | None = None, device: torch.d
 
     def new_group(ranks: tuple[int, ...]) -> Group:
         # A group of one never communicates, so it needs no process group.
-        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        handle = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
         return Group(ranks, ranks.index(rank) if rank in ranks else 0, handle, device, clock)
 
     # Every rank takes part in creating every group, in one order: skipping a foreign one hangs.

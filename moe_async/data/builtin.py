@@ -136,6 +136,9 @@ def _files(root: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
             "none. Use another built-in domain, or a path source."
         )
     for name in sorted(names, key=_spread):
+        if not (root / name).is_file():
+            # A link that leads nowhere.
+            continue
         text = (root / name).read_bytes()
         if _is_utf8(text) and text.strip():
             yield str(root / name), text

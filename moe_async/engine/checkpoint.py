@@ -15,12 +15,8 @@ is there as a whole or not at all.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,52 +26,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moe_async.comm import World
+from moe_async.engine.checkpoint_folder import (
+    Manifest,
+    checkpoint_name,
+    file_sizes,
+    partial_folder,
+    publish,
+    read_manifest,
+    write_manifest,
+)
 from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, random_states, set_random_states
 from moe_async.errors import CheckpointError
 from moe_async.moe.classes import expert_ids
-
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d+)")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        path: its folder.
-        recipe: the resolved recipe as YAML text.
-        world_size, expert_parallel: of the run that wrote it.
-        trainer: counters and positions of the training loop.
-        files: size in bytes of every file.
-        optimizer_steps: updates that the optimizer has counted.
-    """
-
-    path: Path
-    recipe: str
-    world_size: int
-    expert_parallel: int
-    trainer: dict[str, Any]
-    files: dict[str, int]
-    optimizer_steps: int
-
-
-def checkpoint_name(step: int) -> str:
-    """Folder name of the checkpoint after ``step`` optimizer steps."""
-    return f"step_{step:08d}"
-
-
-def find_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in ``folder``, oldest first."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def save_checkpoint(
     folder: Path, step: int, bridge: DeepSpeedBridge, recipe: str, trainer: dict[str, Any], keep: int
 ) -> Path:
-    """Write ``folder/step_<step>`` and delete all but the newest ``keep``. Every rank calls it; blocks.
+    """Write ``folder/step_<step>`` and delete older ones but the newest ``keep - 1``. Every rank calls it; blocks.
 
     Raises:
         CheckpointError: on every rank, when any rank could not write; older checkpoints are untouched then.
@@ -86,25 +54,22 @@ def save_checkpoint(
 
     def prepare() -> None:
         if world.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            partial_folder(folder, step)
 
     _together(world, f"prepare {aside}", prepare)
     tensors = _collect(bridge)
     _together(world, f"write {aside}", lambda: _write_tensors(aside, tensors, world))
     names = sorted({name for names in world.everyone.gather_objects(sorted(tensors)) for name in names})
 
-    def publish() -> None:
+    def complete() -> None:
         if world.rank == 0:
-            _write_manifest(aside, names, bridge, recipe, trainer)
-            if target.exists():
-                shutil.rmtree(target)
-            aside.rename(target)
-            _sync_folder(folder)
-            for old in find_checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
+            sizes = file_sizes(aside, names)
+            steps = bridge.optimizer_steps()
+            expert_parallel = world.topology.expert_parallel
+            write_manifest(aside, Manifest(recipe, world.size, expert_parallel, steps, trainer, sizes))
+            publish(aside, target, keep)
 
-    _together(world, f"complete {target}", publish)
+    _together(world, f"complete {target}", complete)
     return target
 
 
@@ -164,84 +129,28 @@ def _write_tensors(aside: Path, tensors: Mapping[str, dict[str, Tensor]], world:
             os.fsync(handle.fileno())
 
 
-def _write_manifest(
-    aside: Path, names: list[str], bridge: DeepSpeedBridge, recipe: str, trainer: dict[str, Any]
-) -> None:
-    missing = [name for name in names if not (aside / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{', '.join(missing)} written by other ranks are not in {aside}")
-    document = {
-        "format_version": FORMAT_VERSION,
-        "world_size": bridge.world.size,
-        "expert_parallel": bridge.world.topology.expert_parallel,
-        "optimizer_steps": bridge.optimizer_steps(),
-        "trainer": trainer,
-        "files": {name: (aside / name).stat().st_size for name in names},
-        "recipe": recipe,
-    }
-    with (aside / MANIFEST).open("w") as handle:
-        json.dump(document, handle, indent=1)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and check a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: no checkpoint, another format, or a file that is missing or cut short.
-    """
-    source = path / MANIFEST
-    if not source.is_file():
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint: it has no {MANIFEST}. Give a folder such as "
-            "runs/quickstart/checkpoints/step_00000600."
-        )
-    try:
-        document = json.loads(source.read_text())
-        version = document["format_version"]
-        if version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{source} has format version {version}; this release reads version {FORMAT_VERSION}. Use the "
-                "release of moe_async that wrote it."
-            )
-        manifest = Manifest(
-            path=path,
-            recipe=document["recipe"],
-            world_size=document["world_size"],
-            expert_parallel=document["expert_parallel"],
-            trainer=document["trainer"],
-            files=document["files"],
-            optimizer_steps=document["optimizer_steps"],
-        )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{source} is damaged ({error!r}); use another checkpoint.") from error
-    for name, size in manifest.files.items():
-        actual = (path / name).stat().st_size if (path / name).is_file() else None
-        if actual != size:
-            state = "missing" if actual is None else f"{actual} bytes long"
-            raise CheckpointError(f"{path / name} is {state}; its manifest says {size} bytes. Use another checkpoint.")
-    return manifest
-
-
 class _Tensors:
     """Tensors of a checkpoint by key, whichever file they are in; nothing is read before it is asked for."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._path = manifest.path
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
         self._files: dict[str, Any] = {}
         for name in manifest.files:
             if not name.startswith("rank-"):
-                handle = safe_open(manifest.path / name, framework="pt")
+                handle = _open(path / name)
                 self._files.update(dict.fromkeys(handle.keys(), handle))
+
+    def check_depth(self, model: nn.Module) -> None:
+        """Refuse a model that has no place for some parameter of the checkpoint."""
+        names = {name for name, _ in model.named_parameters()}
+        experts = set(expert_ids(model))
+        stored = {key.removeprefix("param/") for key in self._files if key.startswith("param/")}
+        plain = {name.rpartition(".")[0] if name.rpartition(".")[0] in experts else name for name in stored}
+        if unknown := sorted(plain - names):
+            raise CheckpointError(
+                f"{self._path} holds {unknown[0]!r} and {len(unknown) - 1} more parameters that this model has not; "
+                "build the model with the checkpoint's own recipe."
+            )
 
     def get(self, key: str, shape: torch.Size) -> Tensor:
         if key not in self._files:
@@ -268,7 +177,8 @@ class _Tensors:
 def load_weights(path: Path, model: nn.Module) -> Manifest:
     """Put a checkpoint's weights and buffers into ``model``, which may hold any subset of the experts."""
     manifest = read_manifest(path)
-    tensors, ids = _Tensors(manifest), expert_ids(model)
+    tensors, ids = _Tensors(path, manifest), expert_ids(model)
+    tensors.check_depth(model)
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors.parameter("param", name, parameter, ids))
     _load_buffers(model, tensors)
@@ -282,7 +192,8 @@ def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
     Every rank calls it. With another number of ranks than the checkpoint's, the random states start anew.
     """
     manifest = read_manifest(path)
-    tensors, ids = _Tensors(manifest), expert_ids(bridge.module)
+    tensors, ids = _Tensors(path, manifest), expert_ids(bridge.module)
+    tensors.check_depth(bridge.module)
     for name, parameter in bridge.module.named_parameters():
         bridge.write_parameter(parameter, tensors.parameter("param", name, parameter, ids))
         if parameter.requires_grad:
@@ -291,11 +202,18 @@ def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
     bridge.write_optimizer_steps(manifest.optimizer_steps)
     _load_buffers(bridge.module, tensors)
     if manifest.world_size == bridge.world.size:
-        with safe_open(path / f"rank-{bridge.world.rank:05d}.safetensors", framework="pt") as handle:
-            set_random_states({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118
+        handle = _open(path / f"rank-{bridge.world.rank:05d}.safetensors")
+        set_random_states({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118
     return manifest
 
 
 def _load_buffers(model: nn.Module, tensors: _Tensors) -> None:
     for name, buffer in model.named_buffers():
         buffer.copy_(tensors.get(f"buffer/{name}", buffer.shape))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint.") from error

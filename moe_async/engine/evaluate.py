@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_async.comm import World
-from moe_async.data import Batch, Corpus, bits_per_byte
-from moe_async.engine.step import IGNORED_LABEL
+from moe_async.data import IGNORED_LABEL, Batch, Corpus, bits_per_byte
 from moe_async.model import ModelOutput
 
 

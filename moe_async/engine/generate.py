@@ -43,6 +43,8 @@ def generate(
     lengths = [len(text) for text in texts]
     for _ in range(new_tokens if prompts else 0):
         logits = _next_logits(forward, texts, context, device or torch.device("cpu"))
+        # A vocabulary that was rounded up has ids that stand for nothing.
+        logits[:, tokenizer.vocab_size :] = -torch.inf
         chosen = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         for text, token in zip(texts, chosen.flatten().tolist(), strict=True):
             text.append(token)

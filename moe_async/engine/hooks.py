@@ -76,6 +76,9 @@ class Hook:
     def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """After each evaluation."""
 
+    def on_save(self, trainer: Trainer) -> None:
+        """Before each checkpoint."""
+
     def on_end(self, trainer: Trainer) -> None:
         """When the run is over or was told to stop."""
 
@@ -105,7 +108,7 @@ def evaluation_line(step: int, evaluation: Evaluation) -> dict[str, Any]:
 
 
 class LoadHook(Hook):
-    """Writes expert_load.jsonl, a line per layer every ``every`` steps."""
+    """Writes expert_load.jsonl, a line per layer every ``every`` steps and at each checkpoint."""
 
     def __init__(self, folder: RunFolder, layers: tuple[int, ...], every: int) -> None:
         self._recorder = LoadRecorder(folder.expert_load, layers)
@@ -116,6 +119,10 @@ class LoadHook(Hook):
         self._recorder.add(record.report.counts_LE)
         if record.report.step % self._every == 0:
             self._recorder.write(record.report.step)
+
+    def on_save(self, trainer: Trainer) -> None:
+        """Write what is counted so far: a resumed run starts to count at the checkpoint."""
+        self._recorder.write(trainer.engine.global_step)
 
     def on_end(self, trainer: Trainer) -> None:
         """Write what is left."""
@@ -136,7 +143,7 @@ class ProgressHook(Hook):
         report = record.report
         if not report.applied:
             self._tell(f"step {report.step}: skipped, the gradient is not finite (norm {report.grad_norm})")
-        rate = trainer.tokens_per_second
+        rate = trainer.tokens_per_second or record.tokens_per_second
         worst = max((load_balance(counts).max_over_mean for counts in report.counts_LE), default=1.0)
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {report.lm_loss:.3f}, {rate:,.0f} tok/s, load {worst:.2f}", refresh=False)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_async.comm import World
 from moe_async.data import Batch, Corpus, TrainStream, heldout_batches
 from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
+from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.evaluate import Evaluation, evaluate
 from moe_async.engine.hooks import Hook, StepRecord
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.step import Engine, MicroBatch
 from moe_async.engine.stop import StopFlag
-from moe_async.errors import EngineError
+from moe_async.errors import CheckpointError, EngineError
 from moe_async.observe import LoadWindow
-from moe_async.recipe import dump_recipe
+from moe_async.recipe import dump_recipe, parse_recipe
 
 if TYPE_CHECKING:
     from moe_async.recipe import Recipe
@@ -48,7 +50,7 @@ class Trainer:
         self.folder = folder
         self.stop = stop
         self.hooks: list[Hook] = []
-        self.load = LoadWindow(max(20, recipe.train.steps // 10))
+        self.load = LoadWindow(after=recipe.train.steps - max(20, recipe.train.steps // 10))
         self.tokens = 0
         self.dropped = 0
         self.skipped = 0
@@ -59,13 +61,17 @@ class Trainer:
         self._stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
         rows = recipe.micro_batch_size(world.size)
         self._heldout = heldout_batches(corpus, recipe.data.seq_len, world.rank, world.size, 2 * rows)
+        self._warm = False
         self._timed_tokens = 0
         self._timed_seconds = 0.0
 
     @property
-    def tokens_per_second(self) -> float:
-        """Label tokens of all ranks over the wall time of this process's steps, the first one apart."""
-        return self._timed_tokens / max(self._timed_seconds, 1e-9)
+    def tokens_per_second(self) -> float | None:
+        """Label tokens of all ranks over the wall time of this process's steps; None before the second one.
+
+        The first step is left out: it allocates and compiles.
+        """
+        return self._timed_tokens / self._timed_seconds if self._timed_seconds else None
 
     def run(self) -> bool:
         """Train to the last step, or until told to stop. True when the last step was reached.
@@ -98,10 +104,11 @@ class Trainer:
         self.tokens += report.label_tokens
         self.dropped += report.dropped
         self.skipped += not report.applied
-        self.load.add(report.counts_LE)
-        if self._timed_seconds or report.step > 1:
+        self.load.add(report.step, report.counts_LE)
+        if self._warm:
             self._timed_tokens += report.label_tokens
             self._timed_seconds += seconds
+        self._warm = True
         return StepRecord(
             report=report,
             tokens=self.tokens,
@@ -134,6 +141,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of everything. Every rank calls it; blocks."""
         step = self.engine.global_step
+        for hook in self.hooks:
+            hook.on_save(self)
         self.saved_path = save_checkpoint(
             self.folder.checkpoints,
             step,
@@ -146,7 +155,13 @@ class Trainer:
         return self.saved_path
 
     def resume(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint. Every rank calls it; blocks."""
+        """Continue from a checkpoint. Every rank calls it; blocks.
+
+        Raises:
+            CheckpointError: the model, the experts or the optimizer of the checkpoint's recipe are others.
+            DataError: the text or its order is another.
+        """
+        check_same_training(parse_recipe(read_manifest(checkpoint).recipe, str(checkpoint)), self.recipe)
         manifest = load_checkpoint(checkpoint, self.engine.bridge)
         self.load_state_dict(manifest.trainer)
         self.saved_step, self.saved_path = self.engine.global_step, checkpoint
@@ -171,3 +186,34 @@ class Trainer:
         self.tokens, self.dropped, self.skipped = state["tokens"], state["dropped"], state["skipped"]
         self.load.load_state_dict(state["load"])
         self.first_evaluation = Evaluation(*state["first_evaluation"]) if state["first_evaluation"] else None
+
+
+def check_same_training(saved: Recipe, given: Recipe) -> None:
+    """Refuse to go on with a recipe whose weights or optimizer state mean something else than the saved ones.
+
+    Lengths, rates, batches, ranks and coefficients may differ. The text is checked by its fingerprint elsewhere.
+
+    Raises:
+        CheckpointError: names every entry that differs.
+    """
+    differences = [
+        f"{section}.{entry} was {before[entry]!r} and is {after[entry]!r}"
+        for section, entries in (("model", None), ("moe", _MOE_SHAPE), ("optim", ("kind", "momentum", "betas")))
+        for before, after in [(_section(saved, section), _section(given, section))]
+        for entry in (entries or sorted(before))
+        if before[entry] != after[entry]
+    ]
+    if differences:
+        raise CheckpointError(
+            f"the checkpoint was written by another recipe: {'; '.join(differences)}. Resume with the entries that "
+            "the run had (recipe.yaml in its folder), or start a new run."
+        )
+
+
+_MOE_SHAPE = ("layers", "num_experts", "top_k", "expert_dim", "expert", "weights", "shared_dim")
+
+
+def _section(recipe: Recipe, section: str) -> Mapping[str, Any]:
+    """A section's entries; those of an absent section are all None."""
+    content = getattr(recipe, section)
+    return defaultdict(lambda: None) if content is None else content.model_dump()

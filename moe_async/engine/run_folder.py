@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_async.engine.checkpoint import MANIFEST, find_checkpoints
+from moe_async.engine.checkpoint_folder import MANIFEST, find_checkpoints, read_manifest
 from moe_async.errors import CheckpointError
 
 
@@ -81,18 +81,34 @@ def resumed_run(folder: Path, name: str, resume: str) -> tuple[RunFolder, Path]:
                 f"there is no run called {name} with a checkpoint in {folder}, so nothing to resume; start without "
                 "--resume, or name the folder of a run or a checkpoint."
             )
-        path = runs[-1]
-    else:
-        path = Path(resume)
+        return RunFolder(runs[-1]), _newest_readable(runs[-1])
+    path = Path(resume).expanduser().resolve()
     if (path / MANIFEST).is_file():
+        if path.parent.name != "checkpoints":
+            raise CheckpointError(
+                f"{path} is not in the checkpoints folder of a run, so there is no run to go on with; put it into "
+                f"{folder / name / 'checkpoints'} and resume from there."
+            )
         return RunFolder(path.parent.parent), path
-    found = find_checkpoints(path / "checkpoints")
-    if not found:
+    if not find_checkpoints(path / "checkpoints"):
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a run with one; give a folder such as runs/quickstart or "
-            "runs/quickstart/checkpoints/step_00000600."
+            "runs/quickstart/checkpoints/step_00000400."
         )
-    return RunFolder(path), found[-1]
+    return RunFolder(path), _newest_readable(path)
+
+
+def _newest_readable(run: Path) -> Path:
+    """The newest checkpoint of a run whose files are all there; the error of the newest when none is."""
+    errors = []
+    for path in reversed(find_checkpoints(run / "checkpoints")):
+        try:
+            read_manifest(path)
+        except CheckpointError as error:
+            errors.append(error)
+        else:
+            return path
+    raise errors[0]
 
 
 def _runs_called(folder: Path, name: str) -> list[Path]:
@@ -126,12 +142,13 @@ def _step_of(line: str) -> float:
 def append_line(path: Path, document: dict[str, Any]) -> None:
     """Append one JSON line; a number that is not finite becomes null, which JSON has a word for."""
     with path.open("a") as file:
-        file.write(json.dumps(_finite(document)) + "\n")
+        file.write(json.dumps(finite(document)) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """JSON values with null in place of numbers that are not finite, at any depth."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

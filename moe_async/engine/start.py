@@ -37,7 +37,7 @@ def join_world(recipe: Recipe, timeout: timedelta = COLLECTIVE_TIMEOUT) -> World
     start_process_group(communication_backend(), launch, timeout)
     num_experts = recipe.moe.num_experts if recipe.moe else 1
     topology = Topology(launch.world_size, recipe.parallel.expert, num_experts)
-    return make_world(topology, launch, device)
+    return make_world(topology, launch, device, timeout)
 
 
 def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> Engine:
@@ -53,13 +53,29 @@ def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> 
         EngineError: the model was built for other ranks than these.
     """
     world = world or join_world(recipe)
-    for name, layer in model.named_modules():
-        if isinstance(layer, MoELayer) and layer.dispatch.group.ranks != world.expert.ranks:
-            raise EngineError(
-                f"{name} was built for the expert group of ranks {list(layer.dispatch.group.ranks)} but this rank is "
-                f"in {list(world.expert.ranks)}; pass the World that join_world(recipe) returns to build_model (or "
-                "MoELayer) and to initialize."
-            )
+    check_built_for(model, world)
     bridge = DeepSpeedBridge(model, recipe.optim, deepspeed_config(recipe, world.size), world)
     balance = recipe.moe.balance if recipe.moe else []
     return Engine(bridge, recipe.optim, balance, recipe.train.steps)
+
+
+def check_built_for(model: nn.Module, world: World) -> None:
+    """Refuse a model whose MoE layers talk to other ranks than ``world`` does. Every rank calls it; blocks.
+
+    All ranks fail together: one that failed alone would leave the others waiting.
+    """
+    problem = ""
+    for name, layer in model.named_modules():
+        # A group of one rank talks to nobody, whichever rank it was made for.
+        ranks = layer.dispatch.group.ranks if isinstance(layer, MoELayer) else world.expert.ranks
+        if ranks != world.expert.ranks and max(len(ranks), world.expert.size) > 1:
+            problem = (
+                f"{name} was built for the expert group of ranks {list(ranks)} but rank {world.rank} is in "
+                + str(list(world.expert.ranks))
+            )
+    problems = [text for text in world.everyone.gather_objects(problem) if text]
+    if problems:
+        raise EngineError(
+            f"{problems[0]}; pass the World that join_world(recipe) returns to build_model (or MoELayer) and to "
+            "initialize."
+        )

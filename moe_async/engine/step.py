@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_async.comm import World
+from moe_async.data import IGNORED_LABEL
 from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, StepOutcome
 from moe_async.engine.schedule import learning_rate
 from moe_async.errors import EngineError
@@ -22,21 +23,19 @@ from moe_async.ops.balance import RoutingSums, switch_loss_sum, z_loss_sum
 if TYPE_CHECKING:
     from moe_async.recipe import BalanceTerm, OptimSection
 
-IGNORED_LABEL = -100
-"""Label of a position at which nothing is to be predicted."""
-
 BALANCE_LOSSES = {"switch": switch_loss_sum, "z": z_loss_sum}
 """Sum over a layer's tokens of each balance loss, by its recipe name."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass takes on one rank.
+    """What one forward and backward pass takes on one rank; every MoE layer must see the same tokens.
 
     Attributes:
         tokens: int64 [B, S].
         labels: int64 [B, S], the next token; `IGNORED_LABEL` where nothing is to be predicted.
-        token_mask: bool [B, S], False for padding that counts nowhere; None without padding.
+        token_mask: bool [B, S], False for padding, which no other token attends to, no expert sees and no loss or
+            statistic counts; None without padding.
     """
 
     tokens: Tensor
@@ -87,21 +86,36 @@ class _StepSums:
     def __init__(self, terms: int, device: torch.device) -> None:
         self.losses = torch.zeros(1 + terms, dtype=torch.float64, device=device)
         self.counts: list[Tensor] = []
+        self.tokens: list[Tensor] = []
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, losses: Sequence[Tensor], routing: Sequence[RoutingSums]) -> None:
         self.losses += torch.stack([loss.detach().double() for loss in losses])
         counts = [sums.counts_E for sums in routing]
+        tokens = [sums.tokens for sums in routing]
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
+        self.tokens = [a + b for a, b in zip(self.tokens, tokens, strict=True)] if self.tokens else tokens
         self.dropped = self.dropped + sum(sums.dropped for sums in routing)
 
-    def reduce(self, world: World) -> tuple[Tensor, Tensor, int]:
-        """Losses, counts [L, E] and drops, over all ranks."""
+    def reduce(self, world: World, routed_tokens: int) -> tuple[Tensor, Tensor, int]:
+        """Losses, counts [L, E] and drops, over all ranks.
+
+        Raises:
+            EngineError: a layer routed other tokens than the micro-batches hold, so its balance loss had a wrong scale.
+        """
         counts_LE = torch.stack(self.counts) if self.counts else self.dropped.new_zeros((0, 0))
-        packed = torch.cat([counts_LE.reshape(-1), self.dropped.reshape(1)])
+        packed = torch.cat([counts_LE.reshape(-1), *(tokens.reshape(1) for tokens in self.tokens), self.dropped[None]])
         world.everyone.all_reduce(packed)
         world.everyone.all_reduce(self.losses)
-        return self.losses.cpu(), packed[:-1].view_as(counts_LE).cpu(), int(packed[-1])
+        packed = packed.cpu()
+        tokens = packed[counts_LE.numel() : -1].tolist()
+        if any(seen != routed_tokens for seen in tokens):
+            raise EngineError(
+                f"the MoE layers routed {tokens} tokens in this step but its micro-batches hold {routed_tokens}; "
+                "train_step needs every MoE layer to see every live token once. Use forward, backward and step with "
+                "balance_loss for such a model."
+            )
+        return self.losses.cpu(), packed[: counts_LE.numel()].view(counts_LE.shape), int(packed[-1])
 
 
 class Engine:
@@ -182,7 +196,10 @@ class Engine:
                 "rank has no data)."
             )
         if self._inside_step:
-            raise EngineError("train_step was called between backward and the end of a step; finish it with step().")
+            raise EngineError(
+                "train_step was called in the middle of a step. After backward, finish the step with step(); after an "
+                "error inside train_step, start again from a checkpoint."
+            )
 
     def _objective(self, losses: Sequence[Tensor], label_tokens: int, routed_tokens: int) -> Tensor:
         objective = losses[0] / label_tokens
@@ -204,7 +221,7 @@ class Engine:
         return outcome
 
     def _report(self, sums: _StepSums, outcome: StepOutcome, label_tokens: int, routed_tokens: int) -> StepReport:
-        losses, counts_LE, dropped = sums.reduce(self.world)
+        losses, counts_LE, dropped = sums.reduce(self.world, routed_tokens)
         balance: dict[str, float] = {
             term.loss: loss.item() / max(routed_tokens, 1) for term, loss in zip(self._balance, losses[1:], strict=True)
         }
@@ -232,10 +249,13 @@ class Engine:
 
         For a loop of one's own: add it to the micro-batch's loss before `backward`.
         """
-        tokens = max(int(routing[0].tokens), 1) if routing else 1
         zero = torch.zeros((), device=self.world.device)
-        terms = zip(self._balance, self._balance_sums(routing), strict=True)
-        return sum((term.coefficient * loss / tokens for term, loss in terms), start=zero)
+        means = (
+            term.coefficient * BALANCE_LOSSES[term.loss](sums) / sums.tokens.clamp(min=1)
+            for term in self._balance
+            for sums in routing
+        )
+        return sum(means, start=zero)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one micro-batch's loss; averaged over the accumulation steps and over ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,8 +14,8 @@ import torch
 
 from moe_async.comm import World
 
-GRACE_SECONDS = 60.0
-"""After its launcher vanished, a rank that has not come to an end by itself for this long is ended."""
+GRACE_SECONDS = 120.0
+"""After its launcher vanished, a rank has this long to end its step, save and leave; then it is ended."""
 
 
 class StopFlag:
@@ -26,7 +27,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._ancestors = launcher_processes()
+        self._launcher = launcher_processes()
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT, and watch the launcher from a thread."""
@@ -41,8 +42,17 @@ class StopFlag:
         self.reason = signal.Signals(number).name
 
     def orphaned(self) -> bool:
-        """Whether the launcher, or the process that started it, is gone."""
-        return launcher_processes() != self._ancestors
+        """Whether the launcher, or the command that started it, is gone."""
+        if not self._launcher:
+            return False
+        if os.getppid() != self._launcher[0]:
+            return True
+        try:
+            above = psutil.Process(self._launcher[0]).ppid()
+        except psutil.Error:
+            # A process that cannot be looked at just now is no proof; one that is gone changes the parent.
+            return False
+        return len(self._launcher) > 1 and above != self._launcher[1]
 
     def _end_when_orphaned(self) -> None:
         """A rank may be blocked in a collective whose partner is dead; nobody is left to end it but itself."""
@@ -65,12 +75,19 @@ def launcher_processes() -> tuple[int, ...]:
     was started by hand or by Slurm watches nobody: its parent may be a shell that is closed while the run goes on.
     """
     chain: list[int] = []
-    try:
+    with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents()[:2]:
-            if not any(name in " ".join(process.cmdline()) for name in ("deepspeed", "torchrun", "torch.distributed")):
+            if not any(part.endswith(_LAUNCHERS) for part in process.cmdline()[:4]):
                 break
             chain.append(process.pid)
-    except psutil.Error:
-        # A launcher that vanishes while it is looked at is as gone as one that was not found.
-        return tuple(chain)
     return tuple(chain)
+
+
+_LAUNCHERS = (
+    "deepspeed.launcher.launch",
+    "deepspeed.launcher.runner",
+    "/deepspeed",
+    "/torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+)

@@ -79,11 +79,13 @@ def format_summary(summary: dict[str, Any]) -> str:
     share = summary["params_active"] / summary["params_total"]
     lines += [
         "",
-        f"{'tokens':<26}{summary['tokens']:>9,} in {summary['step']} steps, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s",
+        f"{'tokens':<26}{summary['tokens']:>9,} in {summary['step']} steps"
+        + ("" if summary["tokens_per_second"] is None else f", {summary['tokens_per_second']:,.0f} tokens/s"),
         f"{'parameters':<26}{summary['params_total']:>9,}, {summary['params_active']:,} active per token ({share:.0%})",
         f"{'dropped assignments':<26}{summary['dropped']:>9,}",
     ]
+    if summary["skipped_steps"]:
+        lines.append(f"{'skipped steps':<26}{summary['skipped_steps']:>9,} (a gradient was not finite)")
     if summary["layers"]:
         lines += ["", f"{'balance of experts':<26}{'max/mean':>9}{'cv':>9}{'dead':>9}"]
         lines += [

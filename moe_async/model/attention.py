@@ -30,6 +30,17 @@ def rotate(x_BHSC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def causal_mask(token_mask_BS: Tensor) -> Tensor:
+    """Who attends to whom: bool [B, 1, S, S], True at [b, 0, i, j] when token i may see token j.
+
+    Live tokens up to the position itself, and always the position itself: a row without any would be not a number.
+    """
+    size = token_mask_BS.shape[1]
+    ones = torch.ones(size, size, dtype=torch.bool, device=token_mask_BS.device)
+    itself = torch.eye(size, dtype=torch.bool, device=token_mask_BS.device)
+    return (ones.tril() & token_mask_BS[:, None, None, :]) | itself
+
+
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over torch's scaled dot-product attention.
 
@@ -48,12 +59,20 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.out = nn.Linear(heads * head_dim, dim, bias=False)
 
-    def forward(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Attend to the same and earlier positions of each sequence: [B, S, D]."""
+    def forward(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor], token_mask: Tensor | None = None) -> Tensor:
+        """Attend to the same and earlier positions of each sequence: [B, S, D].
+
+        ``token_mask``: bool [B, S]; no other token attends to a token where it is False.
+        """
         packed = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
         q, k, v = packed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         attended = functional.scaled_dot_product_attention(
-            rotate(q, tables), rotate(k, tables), v, is_causal=True, enable_gqa=self.kv_heads != self.heads
+            rotate(q, tables),
+            rotate(k, tables),
+            v,
+            attn_mask=None if token_mask is None else causal_mask(token_mask),
+            is_causal=token_mask is None,
+            enable_gqa=self.kv_heads != self.heads,
         )
         merged: Tensor = self.out(rearrange(attended, "b h s c -> b s (h c)"))
         return merged

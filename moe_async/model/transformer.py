@@ -79,7 +79,7 @@ class Block(nn.Module):
 
         Flat, because a recomputed function must take and return plain tensors.
         """
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), (cos, sin))
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), (cos, sin), token_mask)
         normed = self.ffn_norm(x_BSD)
         if isinstance(self.ffn, MoELayer):
             hidden, routing, _ = self.ffn(normed, token_mask)
@@ -120,7 +120,8 @@ class Transformer(nn.Module):
 
         Args:
             tokens_BS: int64 token ids.
-            token_mask: bool [B, S]; False for padding, which no expert sees and no statistic counts.
+            token_mask: bool [B, S]; False for padding, which no other token attends to, no expert sees and no
+                statistic counts.
         """
         with self._autocast(tokens_BS.device):
             x_BSD = self.embedding(tokens_BS)

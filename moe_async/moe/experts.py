@@ -56,6 +56,18 @@ class Experts(nn.Module):
             w_in, w_out = self.w_in.to(self.row_dtype), self.w_out.to(self.row_dtype)
             return expert_loop(rows_RD, rows_per_expert, w_in, w_out, self.kind)
 
+    def get_extra_state(self) -> Tensor:
+        """The global expert ids, so that a state dict knows which experts it holds."""
+        return torch.tensor(self.expert_ids, dtype=torch.int64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse the state dict of another rank's experts: its tensors have the same names and shapes."""
+        if state.tolist() != list(self.expert_ids):
+            raise ValueError(
+                f"this state dict holds the experts {state.tolist()} but the layer holds {list(self.expert_ids)}; load "
+                "the state dict of the same rank, or a checkpoint, which has one key per expert."
+            )
+
     def reset_parameters(self, seed: int, name: str) -> None:
         """Draw each expert's initial weights from ``seed``, the module's ``name`` and the expert's global id."""
         for parameter, tensor, std in (("w_in", self.w_in, self.init_std[0]), ("w_out", self.w_out, self.init_std[1])):

@@ -30,8 +30,9 @@ class FeedForward(nn.Module):
         self.w_out = nn.Parameter(torch.empty(dim, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Output in the shape of ``x`` [..., D]."""
-        return feed_forward(x, self.w_in, self.w_out, self.kind)
+        """Output in the shape of ``x`` [..., D]: in the dtype of autocast where that is on, else in that of ``x``."""
+        y = feed_forward(x.to(self.w_in.dtype), self.w_in, self.w_out, self.kind)
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
     def reset_parameters(self, seed: int, name: str) -> None:
         """Draw the initial weights from ``seed`` and the module's ``name``."""

@@ -39,6 +39,9 @@ class MoEOutput(NamedTuple):
 class MoELayer(nn.Module):
     """A sparse Mixture-of-Experts feed-forward layer.
 
+    Experts of a layer that has a `World` are shards, not replicas: train it under `moe_async.initialize`, not under
+    DistributedDataParallel, which would overwrite every rank's experts with rank 0's.
+
     ``y = sum_{i in top-k} g_i(x) * E_i(x)``, plus the shared expert where there is one. In one process it holds all
     experts; with a `World` it holds its rank's shard, and every rank of the expert group must call it equally often.
 
@@ -52,7 +55,7 @@ class MoELayer(nn.Module):
         shared_dim: width of the shared expert, 0 for none.
         compute_dtype: dtype of experts and of tokens on the wire; None: the dtype of the parameters.
         world: groups and topology; None for one process with all experts.
-        seed: of the initial weights.
+        seed: of the initial weights, which do not depend on torch's global seed; give each layer of a model its own.
         output_scale: factor on the initial standard deviation of output projections (depth scaling).
 
     Raises:
@@ -116,7 +119,7 @@ class MoELayer(nn.Module):
         hidden = merged_TD.to(x.dtype).view_as(x)
         if self.shared is not None:
             # Without biases the shared expert of a zero token is zero, as it must be for a masked one.
-            hidden = hidden + self.shared(x)
+            hidden = hidden + self.shared(x).to(x.dtype)
         return MoEOutput(hidden, routing, chosen.experts_TK.view(*x.shape[:-1], self.router.top_k))
 
     def reset_parameters(self, seed: int, name: str = "moe") -> None:

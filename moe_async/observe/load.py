@@ -6,7 +6,6 @@ Shape letters: L MoE layers, E experts in all.
 from __future__ import annotations
 
 import json
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,29 @@ from moe_async.ops.load import LoadBalance, load_balance
 
 
 class LoadWindow:
-    """Assignment counts summed over the last ``length`` steps."""
+    """Assignment counts summed over all steps after step ``after``."""
 
-    def __init__(self, length: int) -> None:
-        self._steps: deque[Tensor] = deque(maxlen=length)
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self._counts: Tensor | None = None
 
-    def add(self, counts_LE: Tensor) -> None:
-        """Take one step's counts, int64 [L, E], summed over ranks."""
-        self._steps.append(counts_LE)
-
-    def counts(self) -> Tensor:
-        """Counts of the window, int64 [L, E]; [0, 0] when it is empty."""
-        return torch.stack(list(self._steps)).sum(0) if self._steps else torch.zeros((0, 0), dtype=torch.int64)
+    def add(self, step: int, counts_LE: Tensor) -> None:
+        """Take the counts of one step, int64 [L, E], summed over ranks."""
+        if step > self.after:
+            self._counts = counts_LE if self._counts is None else self._counts + counts_LE
 
     def balance(self) -> list[LoadBalance]:
-        """Balance of each layer over the window, in layer order."""
-        return [load_balance(counts_E) for counts_E in self.counts()]
+        """Balance of each layer over the window, in layer order; empty while the window is."""
+        return [] if self._counts is None else [load_balance(counts_E) for counts_E in self._counts]
 
-    def state_dict(self) -> list[list[list[int]]]:
-        """The window as plain lists."""
-        return [counts.tolist() for counts in self._steps]
+    def state_dict(self) -> dict[str, Any]:
+        """The window as plain values."""
+        return {"after": self.after, "counts": None if self._counts is None else self._counts.tolist()}
 
-    def load_state_dict(self, state: list[list[list[int]]]) -> None:
-        """Continue a saved window."""
-        self._steps.clear()
-        self._steps.extend(torch.tensor(counts, dtype=torch.int64) for counts in state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a saved window; one that begins at another step starts empty."""
+        same = state["after"] == self.after and state["counts"] is not None
+        self._counts = torch.tensor(state["counts"], dtype=torch.int64) if same else None
 
 
 class LoadRecorder:

@@ -13,34 +13,17 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
 from moe_async.errors import RecipeError
-from moe_async.recipe.architecture import BalanceTerm, EveryLayers, ModelSection, MoeSection, Section
+from moe_async.recipe.architecture import ModelSection, MoeSection, Section
 from moe_async.recipe.deepspeed_config import refused_options
 from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, statement
-from moe_async.recipe.text import DataSection, SourceEntry
+from moe_async.recipe.text import DataSection
 from moe_async.recipe.training import (
     LogSection,
     OptimSection,
     ParallelSection,
-    ScheduleSection,
     SyncSection,
     TrainSection,
 )
-
-__all__ = [
-    "BalanceTerm",
-    "DataSection",
-    "EveryLayers",
-    "LogSection",
-    "ModelSection",
-    "MoeSection",
-    "OptimSection",
-    "ParallelSection",
-    "Recipe",
-    "ScheduleSection",
-    "SourceEntry",
-    "SyncSection",
-    "TrainSection",
-]
 
 
 class Recipe(Section):
@@ -114,6 +97,11 @@ class Recipe(Section):
             raise statement(
                 f"optim.schedule.warmup is {warmup} but train.steps is {value.steps}; warmup must end before"
                 f" training does. Use warmup: {value.steps - 1} at most, or steps: {warmup + 1} at least."
+            )
+        if value.precision == "float64" and "parallel" in info.data and info.data["parallel"].zero:
+            raise statement(
+                f"train.precision is float64 but parallel.zero is {info.data['parallel'].zero}; ZeRO 1 and 2 keep their"
+                " own partition in float32. Use zero: 0."
             )
         if "optim" in info.data and info.data["optim"].schedule.kind == "wsd":
             schedule = info.data["optim"].schedule

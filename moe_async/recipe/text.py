@@ -110,7 +110,10 @@ class DataSection(Section):
     )
     tokenizer: Literal["bytes"] = Field(default="bytes", description="How text becomes token ids. Default: bytes.")
     seed: int = Field(
-        default=0, description="Seed of the order of training windows; the split does not depend on it. Default: 0."
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Seed of the order of training windows; the split does not depend on it. Default: 0.",
     )
 
     @field_validator("source", mode="before")

@@ -102,7 +102,7 @@ class TrainSection(Section):
         default="none",
         description="block: the backward pass computes each layer's activations again, to save memory. Default: none.",
     )
-    seed: int = Field(default=0, ge=0, description="Seed of parameters and of random choices. Default: 0.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of parameters and of random choices. Default: 0.")
     eval_every: int = Field(
         default=0,
         ge=0,

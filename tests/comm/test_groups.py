@@ -20,7 +20,7 @@ DEEPSPEED = {
 }  # fmt: skip
 SLURM = {
     "SLURM_PROCID": "6", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2", "SLURM_TASKS_PER_NODE": "4(x2)",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9", "SLURM_JOB_ID": "40123",
+    "SLURM_STEP_NODELIST": "node[03-04,7],other", "SLURM_JOB_ID": "40123",
 }  # fmt: skip
 
 
@@ -30,7 +30,8 @@ SLURM = {
         (TORCHRUN, Launch(5, 8, 1, 4, "10.0.0.1", 29500)),
         (DEEPSPEED, Launch(2, 3, 2, 3, "127.0.0.1", 29501)),
         # Slurm names no port: 20000 + 40123 % 20000, the same on every node.
-        (SLURM, Launch(6, 8, 2, 4, "10.0.0.9", 20123)),
+        (SLURM, Launch(6, 8, 2, 4, "node03", 20123)),
+        (SLURM | {"SLURM_STEP_NODELIST": "one,two"}, Launch(6, 8, 2, 4, "one", 20123)),
         (SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "7777"}, Launch(6, 8, 2, 4, "head", 7777)),
         ({}, Launch(0, 1, 0, 1, "127.0.0.1", None)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, Launch()),
@@ -40,7 +41,18 @@ SLURM = {
         (SLURM | TORCHRUN, Launch(5, 8, 1, 4, "10.0.0.1", 29500)),
         ({"RANK": "1"}, Launch()),
     ],
-    ids=["torchrun", "deepspeed", "slurm", "slurm with a port", "alone", "a world of one", "one task", "both", "half"],
+    ids=[
+        "torchrun",
+        "deepspeed",
+        "slurm",
+        "slurm nodes",
+        "slurm with a port",
+        "alone",
+        "a world of one",
+        "one task",
+        "both",
+        "half",
+    ],
 )
 def test_who_this_process_is(environment, expected):
     assert read_launch(environment) == expected
@@ -79,7 +91,7 @@ def test_a_variable_that_is_missing_or_no_number_says_so(environment, parts):
 
 
 def test_slurm_without_an_address_says_so():
-    environment = {name: value for name, value in SLURM.items() if name != "SLURM_LAUNCH_NODE_IPADDR"}
+    environment = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     with pytest.raises(CommunicationError, match="rank 6 of 8, but MASTER_ADDR is ''"):
         read_launch(environment)
 

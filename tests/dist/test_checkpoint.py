@@ -8,12 +8,13 @@ import torch
 
 from moe_async.comm import make_world
 from moe_async.data import load_corpus, make_tokenizer
-from moe_async.engine.checkpoint import find_checkpoints, load_weights, read_manifest, save_checkpoint
+from moe_async.engine.checkpoint import load_weights, save_checkpoint
+from moe_async.engine.checkpoint_folder import find_checkpoints, read_manifest
 from moe_async.engine.loop import Trainer
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.start import initialize
 from moe_async.engine.stop import StopFlag
-from moe_async.errors import CheckpointError
+from moe_async.errors import CheckpointError, MoeAsyncError
 from moe_async.model import build_model
 from moe_async.moe.classes import expert_ids
 from moe_async.recipe import Recipe
@@ -133,6 +134,40 @@ def test_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path
         assert others == pytest.approx(losses[0], rel=2e-3)  # bfloat16 experts see rows in other groupings
 
 
+def resume_with(rank, texts, folder, changes):
+    document = tiny_document(texts, folder, parallel__expert=1)
+    for key, value in changes.items():
+        section, entry = key.split("__")
+        document[section][entry] = value
+    trainer = make_trainer(document, 1, folder)
+    try:
+        trainer.resume(find_checkpoints(Path(folder) / "checkpoints")[-1])
+    except MoeAsyncError as error:
+        return str(error)
+    return None
+
+
+def many_changes(rank, texts, folder, cases):
+    return [resume_with(rank, texts, folder, case) for case in cases]
+
+
+def test_another_recipe_or_text_is_refused_and_another_length_is_not(tmp_path):
+    texts, folder = write_texts(tmp_path / "texts"), tmp_path / "run"
+    run_ranks(2, save_one, texts, str(folder), 2, 2)
+    cases = {
+        "moe__top_k": (1, "moe.top_k was 2 and is 1"),
+        "optim__kind": ("sgd", "optim.kind was 'adamw' and is 'sgd'"),
+        "model__layers": (1, "model.layers was 2 and is 1"),
+        "data__seed": (3, "data.seed is 3"),
+        "data__heldout": (0.3, "the text has changed"),
+        "train__steps": (50, None),
+        "optim__lr": (0.5, None),
+    }
+    (messages,) = run_ranks(1, many_changes, texts, str(folder), [{key: case[0]} for key, case in cases.items()])
+    for message, (_, part) in zip(messages, cases.values(), strict=True):
+        assert message is None if part is None else part in message
+
+
 def fail_on_one_rank(rank, texts, folder):
     trainer = make_trainer(tiny_document(texts, folder), 2, folder)
     trainer.save()
@@ -197,6 +232,15 @@ def test_keeps_the_newest_and_tells_damaged_ones(tmp_path):
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         read_manifest(path)
 
+    content = (older / "dense.safetensors").read_bytes()
+    (older / "dense.safetensors").write_bytes(bytes(len(content)))
+    plain = Recipe.model_validate(tiny_document(texts, folder, parallel__expert=1))
+    with pytest.raises(CheckpointError, match=r"dense\.safetensors is damaged"):
+        load_weights(older, build_model(plain))
+    (older / "dense.safetensors").write_bytes(content)
+    shallow = Recipe.model_validate(tiny_document(texts, folder, parallel__expert=1, model__layers=1))
+    with pytest.raises(CheckpointError, match=r"holds 'layers\.1\..* more parameters that this model has not"):
+        load_weights(older, build_model(shallow))
     other = Recipe.model_validate(tiny_document(texts, folder, parallel__expert=1, model__dim=24))
     with pytest.raises(CheckpointError, match=r"has shape \(257, 16\) but the model needs \(257, 24\)"):
         load_weights(older, build_model(other))

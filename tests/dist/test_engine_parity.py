@@ -37,6 +37,10 @@ def micro_batch(step, index):
     return MicroBatch(tokens, torch.where(live, labels, IGNORED_LABEL), None if live.all() else live)
 
 
+def copies(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
 def train(rank, world_size, expert_parallel, stage, precision, accumulation, clip, recompute):
     """Three steps over the same four micro-batches a step, however they are dealt to ranks."""
     recipe = small_recipe(
@@ -49,12 +53,11 @@ def train(rank, world_size, expert_parallel, stage, precision, accumulation, cli
     )  # fmt: skip
     world = make_world(Topology(world_size, expert_parallel, 4))
     engine = initialize(build_model(recipe, world), recipe, world)
-    weights, reports, start = [], [], engine.module.state_dict()
-    weights.append({name: value.clone() for name, value in start.items()})
+    weights, reports = [copies(engine.module)], []
     for step in range(STEPS):
         mine = [micro_batch(step, a * world_size + rank) for a in range(accumulation)]
         reports.append(engine.train_step(mine))
-        weights.append({name: value.clone() for name, value in engine.module.state_dict().items()})
+        weights.append(copies(engine.module))
     return {"weights": weights, "reports": reports, "experts": expert_ids(engine.module)}
 
 

@@ -102,9 +102,30 @@ def wrong_calls(rank):
         initialize(build_model(recipe), recipe, make_world(Topology(2, 2, 4)))
     messages.append(str(error.value))
     with pytest.raises(EngineError) as error:
-        make_engine(1, precision="float64")
+        make_engine(0, precision="float64").bridge.__class__(
+            build_model(small_recipe()).double(), recipe.optim, {"zero_optimization": {"stage": 1}}, make_world(Topology(2, 2, 4))
+        )
+    messages.append(str(error.value))
+
+    def drop_tokens(module, arguments):
+        return (arguments[0], torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) > 0)
+
+    partial = make_engine(1)
+    partial.module.layers[1].ffn.register_forward_pre_hook(drop_tokens)
+    with pytest.raises(EngineError) as error:
+        partial.train_step([micro_batch(0)])
     messages.append(str(error.value))
     return messages
+
+
+def plain_data_parallelism(rank):
+    """With experts on every rank, a model built without a world fits every rank."""
+    recipe = small_recipe(parallel={"expert": 1, "zero": 1}, train={"steps": 10, "global_batch": 4, "precision": "float32"})
+    return initialize(build_model(recipe), recipe, make_world(Topology(2, 1, 4))).train_step([micro_batch(rank)]).applied
+
+
+def test_data_parallelism_takes_a_model_of_one_process():
+    assert run_ranks(2, plain_data_parallelism) == [True, True]
 
 
 def test_wrong_calls_say_what_to_do():
@@ -112,9 +133,10 @@ def test_wrong_calls_say_what_to_do():
         "got 0 micro-batches but the recipe's train.accumulation is 1",
         "got 2 micro-batches",
         "no micro-batch of this step has a label token",
-        "between backward and the end of a step",
-        "built for the expert group of ranks [0] but this rank is in [0, 1]",
+        "in the middle of a step. After backward, finish the step with step()",
+        "built for the expert group of ranks [0] but rank 0 is in [0, 1]",
         "--set parallel.zero=0 for float64",
+        "the MoE layers routed [22] tokens in this step but its micro-batches hold 24",
     )
     for messages in run_ranks(2, wrong_calls):
         for message, part in zip(messages, expected, strict=True):

@@ -47,7 +47,7 @@ def run_layer(rank, world_size, expert_parallel, tokens, placement, skew):
         grads[name] = group.all_reduce(parameter.grad) / world.size
     return {
         "hidden": hidden.detach(), "x_grad": x.grad, "grads": grads, "counts": routing.counts_E,
-        "experts": layer.experts.expert_ids, "weights": dict(layer.state_dict()),
+        "experts": layer.experts.expert_ids, "weights": {name: p.detach() for name, p in layer.named_parameters()},
     }  # fmt: skip
 
 

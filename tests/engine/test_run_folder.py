@@ -5,7 +5,17 @@ import math
 
 import pytest
 
-from moe_async.engine.checkpoint import MANIFEST, checkpoint_name, find_checkpoints
+from moe_async.engine.checkpoint_folder import (
+    MANIFEST,
+    Manifest,
+    abandon_after,
+    checkpoint_name,
+    find_checkpoints,
+    partial_folder,
+    publish,
+    read_manifest,
+    write_manifest,
+)
 from moe_async.engine.run_folder import RunFolder, append_line, forget_after, new_run, resumed_run
 from moe_async.errors import CheckpointError
 
@@ -15,7 +25,7 @@ def checkpoint(run, step, complete=True):
     path = run / "checkpoints" / checkpoint_name(step)
     path.mkdir(parents=True)
     if complete:
-        (path / MANIFEST).write_text("{}")
+        write_manifest(path, Manifest("", 1, 1, step, {}, {}))
     return path
 
 
@@ -69,6 +79,65 @@ def test_a_run_or_a_checkpoint_by_its_path(tmp_path):
     older, newer = checkpoint(tmp_path / "run", 5), checkpoint(tmp_path / "run", 30)
     for resume, expected in ((tmp_path / "run", newer), (older, older), (newer, newer)):
         assert resumed_run(tmp_path / "elsewhere", "other", str(resume)) == (RunFolder(tmp_path / "run"), expected)
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path):
+    older, newer = checkpoint(tmp_path / "quick", 5), checkpoint(tmp_path / "quick", 30)
+    (newer / MANIFEST).write_text("{")
+    assert resumed_run(tmp_path, "quick", "latest") == (RunFolder(tmp_path / "quick"), older)
+    (older / MANIFEST).write_text("[]")
+    with pytest.raises(CheckpointError, match=r"step_00000030.*damaged"):
+        resumed_run(tmp_path, "quick", str(tmp_path / "quick"))
+
+
+def test_a_checkpoint_outside_a_run_is_refused(tmp_path, monkeypatch):
+    copied = checkpoint(tmp_path / "run", 5).rename(tmp_path / "copied")
+    with pytest.raises(CheckpointError, match="not in the checkpoints folder of a run"):
+        resumed_run(tmp_path, "quick", str(copied))
+    mine = checkpoint(tmp_path / "run", 6)
+    monkeypatch.chdir(mine.parent)
+    assert resumed_run(tmp_path, "quick", mine.name) == (RunFolder(tmp_path / "run"), mine)
+
+
+def published(folder, step, keep):
+    aside = partial_folder(folder, step)
+    write_manifest(aside, Manifest("", 1, 1, step, {}, {}))
+    publish(aside, folder / checkpoint_name(step), keep)
+    return [path.name for path in find_checkpoints(folder)]
+
+
+def test_keeping_never_deletes_what_was_just_written(tmp_path):
+    names = [checkpoint_name(step) for step in (10, 20, 30, 40)]
+    assert published(tmp_path, 20, keep=2) == names[1:2]
+    assert published(tmp_path, 40, keep=2) == [names[1], names[3]]
+    # An older step again, as after a resume from an earlier checkpoint.
+    assert published(tmp_path, 30, keep=2) == names[1:]
+    assert published(tmp_path, 30, keep=1) == names[2:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[2:]
+
+
+def test_a_folder_without_its_name_is_no_checkpoint_and_is_swept(tmp_path):
+    checkpoint(tmp_path, 10)
+    folder = tmp_path / "checkpoints"
+    for left in (".step_00000007.partial", ".step_00000005.old"):
+        (folder / left).mkdir()
+        (folder / left / MANIFEST).write_text("{}")
+    assert [path.name for path in find_checkpoints(folder)] == ["step_00000010"]
+    published(folder, 12, keep=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000010", "step_00000012"]
+
+
+def test_later_checkpoints_of_another_branch_are_renamed(tmp_path):
+    for step in (10, 20, 30):
+        checkpoint(tmp_path, step)
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in abandon_after(folder, 10)] == [
+        "abandoned-1-step_00000020", "abandoned-1-step_00000030"
+    ]  # fmt: skip
+    checkpoint(tmp_path, 20)
+    assert [path.name for path in abandon_after(folder, 10)] == ["abandoned-2-step_00000020"]
+    assert [path.name for path in find_checkpoints(folder)] == ["step_00000010"]
+    assert read_manifest(folder / "abandoned-1-step_00000030").optimizer_steps == 30
 
 
 def test_nothing_to_resume_says_so(tmp_path):

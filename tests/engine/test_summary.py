@@ -25,7 +25,7 @@ SUMMARY = {
     **figures(8.0115, 2.5004, 3.25),
     "by_domain": {"plants": figures(7.9, 2.125, 3.0), "code": figures(8.1, 2.75, 3.5)},
     "tokens": 1_234_567, "step": 600, "tokens_per_second": 18_600.4,
-    "params_total": 2_000_000, "params_active": 500_000, "dropped": 12_345,
+    "params_total": 2_000_000, "params_active": 500_000, "dropped": 12_345, "skipped_steps": 0,
     "layers": [
         {"layer": 1, "max_over_mean": 1.256, "cv": 0.125, "dead": 0},
         {"layer": 3, "max_over_mean": 4.0, "cv": 2.0, "dead": 17},
@@ -51,6 +51,12 @@ def test_the_table_by_hand():
     assert row(table, "layer 1") == ["1.26", "0.12", "0"] and row(table, "layer 3") == ["4.00", "2.00", "17"]
 
 
+def test_what_is_unusual_is_shown_and_what_is_unknown_is_not():
+    table = format_summary(SUMMARY | {"skipped_steps": 7, "tokens_per_second": None})
+    assert row(table, "skipped steps")[0] == "7" and row(table, "tokens") == ["1,234,567", "in", "600", "steps"]
+    assert "skipped" not in format_summary(SUMMARY)
+
+
 def test_columns_stand_below_their_heads():
     lines = format_summary(SUMMARY).splitlines()
     for head in ("end", "trigram"):
@@ -69,8 +75,9 @@ def trainer_of(recipe, **changes):
     """The attributes of a trainer after a run of two ranks."""
     load = LoadWindow(4)
     if recipe.moe:
-        load.add(torch.tensor([[3, 1, 0, 0]]))
-        load.add(torch.tensor([[1, 3, 0, 0]]))
+        load.add(4, torch.tensor([[9, 9, 9, 9]]))
+        load.add(5, torch.tensor([[3, 1, 0, 0]]))
+        load.add(6, torch.tensor([[1, 3, 0, 0]]))
     values = {
         "recipe": recipe, "engine": SimpleNamespace(global_step=10), "world": World(Topology(2, 2, 4)),
         "tokens": 640, "dropped": 3, "skipped": 1, "tokens_per_second": 99.5, "load": load, "saved_path": None,

@@ -114,8 +114,10 @@ def naive_rotary(x: Tensor, theta: float = 10000.0) -> Tensor:
     return torch.stack(rows)
 
 
-def naive_attention(x: Tensor, qkv: Tensor, out: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Causal grouped-query attention of one sequence [S, D], head by head."""
+def naive_attention(
+    x: Tensor, qkv: Tensor, out: Tensor, heads: int, kv_heads: int, mask: Tensor | None = None
+) -> Tensor:
+    """Causal grouped-query attention of one sequence [S, D], head by head; nobody else sees a masked token."""
     size = x.shape[0]
     width = qkv.shape[0] // (heads + 2 * kv_heads)
     projected = x @ qkv.T
@@ -127,8 +129,9 @@ def naive_attention(x: Tensor, qkv: Tensor, out: Tensor, heads: int, kv_heads: i
         v = pieces[heads + kv_heads + group]
         rows = []
         for t in range(size):
-            scores = (k[: t + 1] @ q[t]) / math.sqrt(width)
-            rows.append(torch.softmax(scores, 0) @ v[: t + 1])
+            seen = [s for s in range(t + 1) if mask is None or mask[s] or s == t]
+            scores = (k[seen] @ q[t]) / math.sqrt(width)
+            rows.append(torch.softmax(scores, 0) @ v[seen])
         attended.append(torch.stack(rows))
     return torch.cat(attended, dim=-1) @ out.T
 
@@ -154,10 +157,17 @@ def naive_transformer(
             key.removeprefix(f"layers.{index}."): w for key, w in weights.items() if key.startswith(f"layers.{index}.")
         }
         streams = [
-            x + naive_attention(naive_rms_norm(x, own["attention_norm.weight"]), own["attention.qkv.weight"],
-                                own["attention.out.weight"], heads, kv_heads)
-            for x in streams
-        ]  # fmt: skip
+            x
+            + naive_attention(
+                naive_rms_norm(x, own["attention_norm.weight"]),
+                own["attention.qkv.weight"],
+                own["attention.out.weight"],
+                heads,
+                kv_heads,
+                None if mask is None else mask[row],
+            )
+            for row, x in enumerate(streams)
+        ]
         x = torch.cat(streams)
         normed = naive_rms_norm(x, own["ffn_norm.weight"])
         if "ffn.router.weight" in own:

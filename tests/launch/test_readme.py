@@ -63,7 +63,7 @@ def test_slurm_variables_start_a_world(tmp_path):
     ranks = []
     for rank in range(2):
         own = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank)}
-        shared = {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "MASTER_PORT": port, "SLURM_TASKS_PER_NODE": "2"}
+        shared = {"SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": port, "SLURM_TASKS_PER_NODE": "2"}
         ranks.append(
             subprocess.Popen(
                 [sys.executable, "-m", "moe_async.train", "--recipe", str(recipe)],

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from moe_async.comm import World
 from moe_async.errors import TopologyError
 from moe_async.moe import MoELayer
 from moe_async.ops.balance import switch_loss_sum, z_loss_sum
+from moe_async.topology import Topology
 from tests.helpers.numerics import assert_all_close, assert_close
 from tests.helpers.reference import naive_moe, naive_switch_loss, naive_z_loss
 
@@ -173,3 +175,22 @@ def test_routes_the_same_twice():
     layer = MoELayer(DIM, EXPERTS, 2)
     x = torch.randn(64, DIM)
     assert torch.equal(layer(x).hidden, layer(x).hidden)
+
+
+def test_a_state_dict_knows_its_experts():
+    def shard(rank):
+        return MoELayer(DIM, EXPERTS, 2, world=World(Topology(2, 2, EXPERTS), rank=rank))
+
+    first, second = shard(0), shard(1)
+    first.load_state_dict(shard(0).state_dict())
+    with pytest.raises(ValueError, match=r"holds the experts \[0, 1\] but the layer holds \[2, 3\]"):
+        second.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_any_input_dtype_comes_back(dtype):
+    layer = MoELayer(DIM, EXPERTS, 2, shared_dim=4)
+    x = torch.randn(5, DIM, dtype=dtype)
+    assert layer(x).hidden.dtype == dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).hidden.dtype == dtype

@@ -44,13 +44,12 @@ def test_extra_options_merge_deeply_and_win(tmp_path: Path) -> None:
         tmp_path,
         "optim.kind=sgd",
         "deepspeed={steps_per_print: 50, zero_optimization: {overlap_comm: true}, checkpoint: {}}",
-        "deepspeed.zero_allow_untested_optimizer=false",
     )
 
     config = deepspeed_config(recipe, 2)
 
     assert config["zero_optimization"] == {"stage": 1, "overlap_comm": True}
-    assert (config["steps_per_print"], config["zero_allow_untested_optimizer"]) == (50, False)
+    assert (config["steps_per_print"], config["zero_allow_untested_optimizer"]) == (50, True)
     assert json.loads(json.dumps(config)) == config
 
 
@@ -95,19 +94,20 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", "parallel.zero"),
     ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage", "stage 3 is not supported"),
     ({"zero_optimization": True}, "zero_optimization", "parallel.zero"),
-    (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        "zero_optimization.offload_optimizer",
-        "parallel.zero",
+    *(
+        ({"zero_optimization": {option: value}}, f"zero_optimization.{option}", "Allowed inside: allgather_bucket_size")
+        for option, value in {
+            "offload_optimizer": {"device": "cpu"},
+            "cpu_offload": True,
+            "zero_quantized_gradients": True,
+            "compute_grad_norm": False,
+            "contiguous_gradients": False,
+            "reduce_scatter": False,
+            "not_an_option": 1,
+        }.items()
     ),
-    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param", "no test"),
-    ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload", "no test"),
-    (
-        {"zero_optimization": {"zero_quantized_gradients": True}},
-        "zero_optimization.zero_quantized_gradients",
-        "no test",
-    ),
-    ({"zero_optimization": {"compute_grad_norm": False}}, "zero_optimization.compute_grad_norm", "norm"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel", "not supported"),
+    ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer", "optim.kind"),
 ]
 
 
