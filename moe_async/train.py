@@ -256,8 +256,8 @@ def open_folder(recipe: Recipe, resume: str | None, world: World) -> tuple[RunFo
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank. Returns the exit code; a failing rank ends at once, and the launcher then ends the others."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one rank and end the process; when a rank fails the launcher then ends the others."""
     parsed = parse_arguments(arguments)
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     first_here = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
@@ -265,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         session = Session(parsed)
         session.run()
+        session.world.everyone.barrier()
         leave_process_group()
     except (RecipeError, DataError) as error:
         # Every rank of a machine reads the same files and fails alike, and one message is enough. A rank that still
@@ -279,15 +280,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
-    return 0
+    leave_at_once(0)
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End the process without tearing down groups, which would wait for ranks that may be dead."""
+    """End the process without tearing anything down: groups would wait for ranks that may be dead, and threads of the
+    communication library abort a process that ends under them."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from moe_async.comm import make_world
+from moe_async.data import load_corpus, make_tokenizer
 from moe_async.engine.start import initialize
 from moe_async.engine.step import IGNORED_LABEL, MicroBatch, next_token_loss_sum
-from moe_async.errors import EngineError
+from moe_async.errors import EngineError, MoeAsyncError
 from moe_async.model import build_model
+from moe_async.recipe import Recipe
 from moe_async.topology import Topology
+from moe_async.train import check_same_text
 from tests.helpers.numerics import assert_all_close
 from tests.helpers.small import small_recipe
 from tests.helpers.spawn import run_ranks
+from tests.helpers.texts import tiny_document, write_texts
 
 VOCAB, ROWS, LENGTH = 32, 2, 6
 
@@ -174,3 +178,22 @@ def test_dtypes_of_each_preset_in_training():
     for ranks in run_ranks(2, at_stages, presets, [preset[:2] for preset in PRESETS]):
         for seen, (_, _, rows, dense, wide) in zip(ranks, PRESETS, strict=True):
             assert seen == {"rows": (rows, rows), "router": wide, "dense": dense, "parameters": {wide}}
+
+
+def read_text(rank, texts, change):
+    if change and rank == 1:
+        texts = texts.with_name("other")
+    recipe = Recipe.model_validate(tiny_document(texts, texts.parent / "runs"))
+    try:
+        check_same_text(load_corpus(recipe.data, make_tokenizer("bytes")), make_world(Topology(2, 2, 4)))
+    except MoeAsyncError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_read_other_text_are_told_apart(tmp_path):
+    write_texts(tmp_path / "texts")
+    write_texts(tmp_path / "other", documents=59)
+    assert run_ranks(2, read_text, tmp_path / "texts", False) == [None, None]
+    for message in run_ranks(2, read_text, tmp_path / "texts", True):
+        assert "ranks [1] read other text than rank 0" in message

@@ -58,13 +58,14 @@ def test_a_whole_run_leaves_everything_behind(tmp_path, workplace):
     assert [set(layer) for layer in summary["layers"]] == [{"layer", "max_over_mean", "cv", "dead"}] * 2
 
     loads = [json.loads(line) for line in (run / "expert_load.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["layer"]) for line in loads] == [(s, i) for s in (2, 4, 6, 8) for i in (0, 1)]
+    assert [(line["step"], line["layer"]) for line in loads] == [(s, i) for s in (2, 3, 4, 6, 8) for i in (0, 1)]
     assert sum(sum(line["counts"]) for line in loads if line["layer"] == 0) == 2 * summary["tokens"]
 
     text = launch.text()
     for shown in ("held-out bits per byte", "trigram", "dropped assignments", "layer 1", "> the |", "step 8/8"):
         assert shown in text, shown
     check_evaluate_tool(tmp_path, run, summary)
+    check_branch(tmp_path, tmp_path / "tiny.yaml", run, summary)
 
 
 def check_evaluate_tool(folder, run, summary):
@@ -76,6 +77,21 @@ def check_evaluate_tool(folder, run, summary):
     assert figures["run"] == summary["heldout_bits_per_byte"] and figures["same_text"]
     newest = Launch(folder, "moe-async", "evaluate", str(run))
     assert newest.wait() == 0 and "the run itself measured" in newest.text(), newest.text()
+
+
+def check_branch(folder, recipe, run, summary):
+    """Going on from an older checkpoint is another branch; a finished run has nothing left to do."""
+    first, second = sorted((run / "checkpoints").iterdir())
+    again = train(folder, recipe, "--resume", str(first))
+    assert again.wait() == 0 and "a later checkpoint of another branch is now" in again.text(), again.text()
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == [f"abandoned-1-{second.name}", first.name, second.name]
+    repeated = json.loads((run / "summary.json").read_text())
+    for figure in ("heldout_bits_per_byte", "heldout_bits_per_byte_start", "layers", "tokens", "samples"):
+        assert repeated[figure] == summary[figure], figure
+    done = train(folder, recipe, "--resume", "latest")
+    assert done.wait() == 0 and "nothing is left to do: train.steps is 8" in done.text()
+    assert json.loads((run / "summary.json").read_text()) == repeated
 
 
 @pytest.mark.slow
@@ -135,7 +151,6 @@ def test_a_killed_rank_ends_the_job_without_a_hang(tmp_path, workplace):
 
 
 FAILING = """
-import sys
 from moe_async import train
 from moe_async.engine.loop import Trainer
 
@@ -147,7 +162,7 @@ def step(self):
     return plain(self)
 
 Trainer._step = step
-sys.exit(train.main())
+train.main()
 """
 
 
@@ -188,6 +203,10 @@ def test_errors_are_said_once_and_end_the_job(tmp_path, workplace):
     text = wrong.text()
     assert text.count("2 errors in") == 1 and "moe.topk" in text and "top_k" in text and "optim.lr" in text
     assert "Traceback" not in text
+
+    small = train(tmp_path, recipe, "--set", "model.vocab_size=100", ranks=1)
+    assert small.wait() != 0 and "model.vocab_size is 100 but the tokenizer 'bytes' has 257 ids" in small.text()
+    assert not (tmp_path / "runs").exists()
 
     nothing = train(tmp_path, recipe, "--resume", "latest")
     assert nothing.wait() != 0
