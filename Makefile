@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "moe_async needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1). Use make PYTHON=python3.12 ..."; exit 1; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
