@@ -114,7 +114,9 @@ class Session:
         if self.checkpoint is not None:
             trainer.resume(self.checkpoint)
             self.say(f"resumed from {self.checkpoint} at step {trainer.engine.global_step}")
-            if trainer.engine.global_step >= steps:
+            if trainer.engine.global_step >= steps and self.world.everyone.broadcast_object(
+                self.folder.summary.is_file()
+            ):
                 self.say(f"nothing is left to do: train.steps is {steps}. Train longer with --set train.steps=...")
                 return
         if self.world.rank == 0:
@@ -123,6 +125,9 @@ class Session:
         if trainer.first_evaluation is None:
             trainer.evaluate()
         if trainer.run():
+            if trainer.last_evaluation is None:
+                # The run was interrupted between its last checkpoint and its summary.
+                trainer.evaluate()
             self._report()
         else:
             self.say(

@@ -124,3 +124,13 @@ def test_integers_recipes_and_text_need_no_torch(module):
     assert loaded_after(f"import moe_async.{module}", f"moe_async.{module}", "torch", "deepspeed") == [
         f"moe_async.{module}"
     ]
+
+
+@pytest.mark.parametrize(("world_size", "expert_parallel"), [(16, 4), (16, 1), (16, 16), (12, 3), (2, 2)])
+def test_groups_are_deepspeeds_own(world_size, expert_parallel):
+    from deepspeed.utils.groups import _get_expert_parallel_ranks
+
+    topology = Topology(world_size, expert_parallel, expert_parallel)
+    expert, expert_data = _get_expert_parallel_ranks(world_size, 1, expert_parallel)
+    assert sorted(map(tuple, expert)) == sorted(topology.expert_groups())
+    assert sorted(map(tuple, expert_data)) == sorted(topology.expert_data_groups())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from moe_async.engine.step import Engine, MicroBatch
 from moe_async.engine.stop import StopFlag
 from moe_async.errors import CheckpointError, EngineError
 from moe_async.observe import LoadWindow
-from moe_async.recipe import dump_recipe, parse_recipe
+from moe_async.recipe import dump_recipe, parse_recipe, state_differences
 
 if TYPE_CHECKING:
     from moe_async.recipe import Recipe
@@ -161,7 +160,12 @@ class Trainer:
             CheckpointError: the model, the experts or the optimizer of the checkpoint's recipe are others.
             DataError: the text or its order is another.
         """
-        check_same_training(parse_recipe(read_manifest(checkpoint).recipe, str(checkpoint)), self.recipe)
+        saved = parse_recipe(read_manifest(checkpoint).recipe, str(checkpoint))
+        if differences := state_differences(saved, self.recipe):
+            raise CheckpointError(
+                f"{checkpoint} was written by another recipe: {'; '.join(differences)}. Resume with the entries that "
+                "the run had (recipe.yaml in its folder), or start a new run."
+            )
         manifest = load_checkpoint(checkpoint, self.engine.bridge)
         self.load_state_dict(manifest.trainer)
         self.saved_step, self.saved_path = self.engine.global_step, checkpoint
@@ -186,34 +190,3 @@ class Trainer:
         self.tokens, self.dropped, self.skipped = state["tokens"], state["dropped"], state["skipped"]
         self.load.load_state_dict(state["load"])
         self.first_evaluation = Evaluation(*state["first_evaluation"]) if state["first_evaluation"] else None
-
-
-def check_same_training(saved: Recipe, given: Recipe) -> None:
-    """Refuse to go on with a recipe whose weights or optimizer state mean something else than the saved ones.
-
-    Lengths, rates, batches, ranks and coefficients may differ. The text is checked by its fingerprint elsewhere.
-
-    Raises:
-        CheckpointError: names every entry that differs.
-    """
-    differences = [
-        f"{section}.{entry} was {before[entry]!r} and is {after[entry]!r}"
-        for section, entries in (("model", None), ("moe", _MOE_SHAPE), ("optim", ("kind", "momentum", "betas")))
-        for before, after in [(_section(saved, section), _section(given, section))]
-        for entry in (entries or sorted(before))
-        if before[entry] != after[entry]
-    ]
-    if differences:
-        raise CheckpointError(
-            f"the checkpoint was written by another recipe: {'; '.join(differences)}. Resume with the entries that "
-            "the run had (recipe.yaml in its folder), or start a new run."
-        )
-
-
-_MOE_SHAPE = ("layers", "num_experts", "top_k", "expert_dim", "expert", "weights", "shared_dim")
-
-
-def _section(recipe: Recipe, section: str) -> Mapping[str, Any]:
-    """A section's entries; those of an absent section are all None."""
-    content = getattr(recipe, section)
-    return defaultdict(lambda: None) if content is None else content.model_dump()

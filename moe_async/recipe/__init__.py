@@ -1,6 +1,7 @@
 """Recipes: the schema, the YAML loader and the DeepSpeed JSON that follows from a recipe. Needs no torch."""
 
 from moe_async.recipe.architecture import BalanceTerm, EveryLayers, ModelSection, MoeSection
+from moe_async.recipe.compare import state_differences
 from moe_async.recipe.deepspeed_config import deepspeed_config
 from moe_async.recipe.loader import dump_recipe, load_recipe, parse_recipe
 from moe_async.recipe.schema import Recipe
@@ -32,4 +33,5 @@ __all__ = [
     "dump_recipe",
     "load_recipe",
     "parse_recipe",
+    "state_differences",
 ]

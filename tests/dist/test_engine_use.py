@@ -13,7 +13,7 @@ from moe_async.recipe import Recipe
 from moe_async.topology import Topology
 from moe_async.train import check_same_text
 from tests.helpers.numerics import assert_all_close
-from tests.helpers.small import small_recipe
+from tests.helpers.small import SMALL, small_recipe
 from tests.helpers.spawn import run_ranks
 from tests.helpers.texts import tiny_document, write_texts
 
@@ -64,6 +64,35 @@ def test_forward_backward_step_equal_train_step():
     for stages in run_ranks(2, at_stages, both_loops, [(0,), (1,)]):
         for train_step, three_calls in stages:
             assert_all_close(three_calls, train_step)
+
+
+def one_and_four(rank, precision, stage):
+    """Two steps over the same eight rows, as one micro-batch and as four."""
+    batches = [[micro_batch(10 * step + a) for a in range(4)] for step in range(2)]
+    whole = [[MicroBatch(torch.cat([b.tokens for b in four]), torch.cat([b.labels for b in four]))] for four in batches]
+    results = []
+    for accumulation, steps in ((1, whole), (4, batches)):
+        recipe = small_recipe(
+            # The Switch loss with its scope of a micro-batch depends on the cut; nothing else does.
+            moe={**SMALL["moe"], "balance": [{"loss": "z", "coefficient": 0.1}]},
+            parallel={"expert": 1, "zero": stage},
+            train={"steps": 10, "global_batch": 8, "precision": precision, "accumulation": accumulation},
+        )
+        world = make_world(Topology(1, 1, 4))
+        engine = initialize(build_model(recipe, world), recipe, world)
+        reports = [engine.train_step(step) for step in steps]
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        results.append((weights, [(r.lm_loss, r.balance["z"], r.grad_norm) for r in reports]))
+    return results
+
+
+def test_one_micro_batch_equals_four():
+    cases = [("float64", 0), ("float32", 1), ("float32", 2)]
+    (results,) = run_ranks(1, at_stages, one_and_four, cases)
+    for (precision, _), ((one, one_figures), (four, four_figures)) in zip(cases, results, strict=True):
+        assert_all_close(four, one)
+        for figures, expected in zip(four_figures, one_figures, strict=True):
+            assert figures == pytest.approx(expected, rel=1e-12 if precision == "float64" else 2e-5)
 
 
 def not_finite(rank, stage):

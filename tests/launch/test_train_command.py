@@ -93,6 +93,15 @@ def check_branch(folder, recipe, run, summary):
     assert done.wait() == 0 and "nothing is left to do: train.steps is 8" in done.text()
     assert json.loads((run / "summary.json").read_text()) == repeated
 
+    # A run that was ended between its last checkpoint and its summary.
+    (run / "summary.json").unlink()
+    late = train(folder, recipe, "--resume", "latest")
+    assert late.wait() == 0, late.text()
+    late_summary = json.loads((run / "summary.json").read_text())
+    for figure in ("heldout_bits_per_byte", "heldout_bits_per_byte_start", "layers", "tokens", "samples"):
+        assert late_summary[figure] == summary[figure], figure
+    assert late_summary["tokens_per_second"] is None
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])

@@ -1,0 +1,38 @@
+"""Differences between two recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_async.recipe.schema import Recipe
+
+# The entries that say what saved weights and optimizer state mean; an empty list stands for the whole section.
+_STATE_ENTRIES: Mapping[str, Sequence[str]] = {
+    "model": (),
+    "moe": ("layers", "num_experts", "top_k", "expert_dim", "expert", "weights", "shared_dim"),
+    "optim": ("kind", "momentum", "betas"),
+}
+
+
+def state_differences(saved: Recipe, given: Recipe) -> list[str]:
+    """Gives every entry for which training with `given` cannot go on from the weights and moments of `saved`.
+
+    Lengths, rates, batches, ranks and coefficients may differ. Each difference reads like `moe.top_k was 2 and is 1`.
+    """
+    differences = []
+    for section, chosen in _STATE_ENTRIES.items():
+        before, after = _entries(saved, section), _entries(given, section)
+        names = chosen or sorted({*before, *after})
+        differences += [
+            f"{section}.{name} was {before.get(name)!r} and is {after.get(name)!r}"
+            for name in names
+            if before.get(name) != after.get(name)
+        ]
+    return differences
+
+
+def _entries(recipe: Recipe, section: str) -> dict[str, Any]:
+    """Gives a section's entries; an absent section has none."""
+    content = getattr(recipe, section)
+    return {} if content is None else content.model_dump()
