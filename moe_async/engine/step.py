@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from moe_async.comm import World
 from moe_async.data import IGNORED_LABEL
+from moe_async.engine.counting import count_step
 from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, StepOutcome
 from moe_async.engine.schedule import learning_rate
 from moe_async.errors import EngineError
@@ -22,9 +23,6 @@ from moe_async.ops.balance import RoutingSums, switch_loss_sum, z_loss_sum
 
 if TYPE_CHECKING:
     from moe_async.recipe import BalanceTerm, OptimSection
-
-BALANCE_LOSSES = {"switch": switch_loss_sum, "z": z_loss_sum}
-"""Sum over a layer's tokens of each balance loss, by its recipe name."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ class StepReport:
     Attributes:
         step: optimizer steps done, this one included.
         lm_loss: mean negative log-likelihood over the step's label tokens, in nats; no balance term is in it.
-        balance: each balance loss by name, a token-weighted mean over micro-batches, summed over layers, without its
-            coefficient.
+        balance: each balance loss by name, over its scope (a token-weighted mean over micro-batches, or the step),
+            summed over layers, without its coefficient.
         learning_rate: of this step.
         grad_norm: global gradient norm before clipping.
         applied: False when the step was skipped because a gradient was not finite.
@@ -157,8 +155,9 @@ class Engine:
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepReport:
         """One optimizer step over this rank's micro-batches. Every rank calls it; blocks.
 
-        The language-model loss is the mean over *all* label tokens of the step, and each balance loss the
-        token-weighted mean, however the step is cut into micro-batches and ranks.
+        The language-model loss is the mean over *all* label tokens of the step, however it is cut into micro-batches
+        and ranks. So is the z-loss, and the Switch loss with scope ``step``; with scope ``micro_batch`` it is the
+        token-weighted mean of the micro-batches' own losses.
 
         Raises:
             EngineError: not `accumulation` micro-batches, or no label token on any rank.
@@ -177,11 +176,14 @@ class Engine:
                 "no micro-batch of this step has a label token on any rank, so there is nothing to learn; "
                 f"give at least one label that is not {IGNORED_LABEL}."
             )
+        fractions = None
+        if any(term.scope == "step" for term in self._balance):
+            fractions = count_step(self.bridge.forward, micro_batches, self.world)
         sums = _StepSums(len(self._balance), self.world.device)
         outcome = None
         for batch in micro_batches:
             output = self.bridge.forward(batch.tokens, batch.token_mask)
-            losses = [next_token_loss_sum(output.logits, batch.labels), *self._balance_sums(output.routing)]
+            losses = [next_token_loss_sum(output.logits, batch.labels), *self._balance_sums(output.routing, fractions)]
             sums.add(losses, output.routing)
             self.bridge.backward(self._objective(losses, label_tokens, max(routed_tokens, 1)))
             outcome = self._finish_micro_batch()
@@ -208,9 +210,14 @@ class Engine:
         # The denominators are already those of the whole step; DeepSpeed divides by micro-batches and ranks again.
         return objective * (self.world.size * self.accumulation)
 
-    def _balance_sums(self, routing: Sequence[RoutingSums]) -> list[Tensor]:
+    def _balance_sums(self, routing: Sequence[RoutingSums], fractions: Sequence[Tensor] | None) -> list[Tensor]:
+        """Each balance loss summed over tokens and layers; ``fractions``: the loads of the whole step, by layer."""
         zero = torch.zeros((), device=self.world.device)
-        return [sum((BALANCE_LOSSES[term.loss](sums) for sums in routing), start=zero) for term in self._balance]
+        loads = [None] * len(routing) if fractions is None else fractions
+        return [
+            sum((balance_loss_sum(term, *layer) for layer in zip(routing, loads, strict=True)), start=zero)
+            for term in self._balance
+        ]
 
     def _finish_micro_batch(self) -> StepOutcome | None:
         self.bridge.set_learning_rate(self.learning_rate)
@@ -248,10 +255,18 @@ class Engine:
         """The recipe's balance losses of one micro-batch times their coefficients, a mean over its tokens.
 
         For a loop of one's own: add it to the micro-batch's loss before `backward`.
+
+        Raises:
+            EngineError: a term has the scope ``step``, which needs all micro-batches before the first backward.
         """
+        if any(term.scope == "step" for term in self._balance):
+            raise EngineError(
+                "moe.balance has a term of scope step: its loads are those of all micro-batches of a step, which must "
+                "be known before the first backward. Use train_step, or scope: micro_batch."
+            )
         zero = torch.zeros((), device=self.world.device)
         means = (
-            term.coefficient * BALANCE_LOSSES[term.loss](sums) / sums.tokens.clamp(min=1)
+            term.coefficient * balance_loss_sum(term, sums) / sums.tokens.clamp(min=1)
             for term in self._balance
             for sums in routing
         )
@@ -265,6 +280,13 @@ class Engine:
     def step(self) -> StepOutcome | None:
         """End a micro-batch; after the last one of a step update the weights. None before that. Blocks then."""
         return self._finish_micro_batch()
+
+
+def balance_loss_sum(term: BalanceTerm, sums: RoutingSums, step_fractions_E: Tensor | None = None) -> Tensor:
+    """One balance loss of one layer and micro-batch, summed over its tokens, without its coefficient."""
+    if term.loss == "z":
+        return z_loss_sum(sums)
+    return switch_loss_sum(sums, step_fractions_E if term.scope == "step" else None)
 
 
 def next_token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

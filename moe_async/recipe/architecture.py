@@ -137,8 +137,11 @@ class BalanceTerm(Section):
         " z: mean squared log-sum-exp of the router logits. Required."
     )
     coefficient: float = Field(ge=0, description="Factor of the loss in the training objective. Required.")
-    scope: Literal["micro_batch"] = Field(
-        default="micro_batch", description="Tokens over which the loss is taken. Default: micro_batch."
+    scope: Literal["micro_batch", "step"] = Field(
+        default="micro_batch",
+        description="Tokens over which switch takes the load: each micro-batch of each rank, or step: all of an"
+        " optimizer step, which is exactly the loss of one large batch and costs one more forward pass. z is the same"
+        " for both. Default: micro_batch.",
     )
 
 

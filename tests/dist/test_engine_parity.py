@@ -16,8 +16,8 @@ from moe_async.model import build_model
 from moe_async.moe.classes import expert_ids
 from moe_async.topology import Topology
 from tests.helpers.numerics import assert_close
-from tests.helpers.reference import naive_switch_loss, naive_transformer, naive_z_loss
-from tests.helpers.small import small_recipe
+from tests.helpers.reference import naive_sum, naive_switch_loss, naive_transformer, naive_z_loss
+from tests.helpers.small import SMALL, small_recipe
 from tests.helpers.spawn import run_ranks
 
 STEPS, ROWS, LENGTH, VOCAB = 3, 2, 6, 32
@@ -41,9 +41,13 @@ def copies(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def train(rank, world_size, expert_parallel, stage, precision, accumulation, clip, recompute):
+def train(rank, world_size, expert_parallel, stage, precision, accumulation, clip, recompute, scope="micro_batch"):
     """Three steps over the same four micro-batches a step, however they are dealt to ranks."""
     recipe = small_recipe(
+        moe={
+            **SMALL["moe"],
+            "balance": [{"loss": "switch", "coefficient": 0.5, "scope": scope}, {"loss": "z", "coefficient": 0.1}],
+        },
         parallel={"expert": expert_parallel, "zero": stage},
         train={
             "steps": 10, "global_batch": 4 * ROWS, "accumulation": accumulation,
@@ -61,8 +65,8 @@ def train(rank, world_size, expert_parallel, stage, precision, accumulation, cli
     return {"weights": weights, "reports": reports, "experts": expert_ids(engine.module)}
 
 
-def reference(clip, together):
-    """The same steps in one process, in float64. ``together``: the micro-batches of one rank per step."""
+def reference(clip, scope="micro_batch"):
+    """The same steps in one process, in float64."""
     recipe = small_recipe()
     weights = {name: p.detach().clone() for name, p in build_model(recipe).named_parameters()}
     history, losses, norms = [weights], [], []
@@ -71,7 +75,7 @@ def reference(clip, together):
         batches = [micro_batch(step, index) for index in range(4)]
         labels = sum(batch.label_tokens() for batch in batches)
         routed = sum(batch.routed_tokens() for batch in batches)
-        lm, switch, z = 0.0, 0.0, 0.0
+        lm, switch, z, step_routings = 0.0, 0.0, 0.0, []
         for batch in batches:
             logits, routings = naive_transformer(
                 batch.tokens, weights, layers=2, heads=4, kv_heads=2, top_k=2, mask=batch.token_mask
@@ -81,6 +85,9 @@ def reference(clip, together):
             share = routings[0].tokens / routed
             switch = switch + share * naive_switch_loss(routings[0], 2)
             z = z + share * naive_z_loss(routings[0])
+            step_routings.append(routings[0])
+        if scope == "step":
+            switch = naive_switch_loss(naive_sum(step_routings), 2)
         (lm + 0.5 * switch + 0.1 * z).backward()
         norm = math.sqrt(sum(w.grad.square().sum().item() for w in weights.values()))
         # The 1e-6 is that of torch and DeepSpeed.
@@ -124,7 +131,7 @@ def every_size_and_stage(rank, world_size, clip):
 @pytest.mark.parametrize("clip", [0.0, 0.3], ids=["unclipped", "clipped"])
 def test_expert_parallel_sizes_and_zero_stages_equal_the_reference(world_size, clip):
     by_rank = run_ranks(world_size, every_size_and_stage, world_size, clip, timeout=240)
-    expected = reference(clip, world_size)
+    expected = reference(clip)
     assert all(norm > clip for norm in expected[2])
     for key in by_rank[0]:
         dtype = torch.float64 if key[2] == "float64" else torch.float32
@@ -137,7 +144,7 @@ def one_rank(rank, recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_one_rank_with_four_micro_batches_equals_the_reference(recompute):
-    expected = reference(0.3, 1)
+    expected = reference(0.3)
     for (_, precision), result in zip(STAGES, run_ranks(1, one_rank, recompute)[0], strict=True):
         check([result], expected, torch.float64 if precision == "float64" else torch.float32)
 
@@ -147,4 +154,27 @@ def recomputed(rank, world_size):
 
 
 def test_recomputation_with_expert_parallelism_equals_the_reference():
-    check(run_ranks(2, recomputed, 2), reference(0.3, 2), torch.float64)
+    check(run_ranks(2, recomputed, 2), reference(0.3), torch.float64)
+
+
+STEP_CASES = [(2, 0, "float64", "none"), (2, 0, "float64", "block"), (1, 0, "float64", "none"), (2, 1, "float32", "none"),
+              (2, 2, "float32", "block")]  # fmt: skip
+
+
+def step_scope(rank, world_size):
+    return [
+        train(rank, world_size, expert, stage, precision, 4 // world_size, 0.3, recompute, "step")
+        for expert, stage, precision, recompute in STEP_CASES
+        if expert <= world_size
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_scope_step_is_exactly_the_loss_of_one_large_batch(world_size):
+    expected = reference(0.3, "step")
+    by_rank = run_ranks(world_size, step_scope, world_size)
+    cases = [case for case in STEP_CASES if case[0] <= world_size]
+    for index, (_, _, precision, _) in enumerate(cases):
+        check([results[index] for results in by_rank], expected, torch.float64 if precision == "float64" else torch.float32)
+    # The two scopes are different losses, so the check can fail.
+    assert abs(expected[1][0][1] - reference(0.3)[1][0][1]) > 1e-2

@@ -140,6 +140,13 @@ def wrong_calls(rank):
         )
     messages.append(str(error.value))
 
+    balance = [{"loss": "switch", "coefficient": 0.1, "scope": "step"}]
+    whole = small_recipe(moe={**SMALL["moe"], "balance": balance}, train={"steps": 1, "global_batch": 8})
+    engine = initialize(build_model(whole), whole, make_world(Topology(2, 1, 4)))
+    with pytest.raises(EngineError) as error:
+        engine.balance_loss(())
+    messages.append(str(error.value))
+
     def drop_tokens(module, arguments):
         return (arguments[0], torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) > 0)
 
@@ -169,6 +176,7 @@ def test_wrong_calls_say_what_to_do():
         "in the middle of a step. After backward, finish the step with step()",
         "built for the expert group of ranks [0] but rank 0 is in [0, 1]",
         "--set parallel.zero=0 for float64",
+        "scope step: its loads are those of all micro-batches",
         "the MoE layers routed [22] tokens in this step but its micro-batches hold 24",
     )
     for messages in run_ranks(2, wrong_calls):

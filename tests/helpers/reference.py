@@ -78,6 +78,18 @@ def naive_moe(
     return torch.stack(rows) if rows else x, routing
 
 
+def naive_sum(parts: list[NaiveRouting]) -> NaiveRouting:
+    """The routing of all tokens of several parts together."""
+    total = NaiveRouting([0] * len(parts[0].counts), torch.zeros_like(parts[0].prob_sum), parts[0].z_sum * 0, 0.0, 0)
+    for part in parts:
+        total.counts = [a + b for a, b in zip(total.counts, part.counts, strict=True)]
+        total.prob_sum = total.prob_sum + part.prob_sum
+        total.z_sum = total.z_sum + part.z_sum
+        total.entropy_sum += part.entropy_sum
+        total.tokens += part.tokens
+    return total
+
+
 def naive_switch_loss(routing: NaiveRouting, top_k: int) -> Tensor:
     """``E * sum_i f_i P_i`` with ``f_i = c_i / (K T)``; zero without tokens."""
     if routing.tokens == 0:
