@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -83,15 +84,15 @@ class Session:
         self.tokenizer = make_tokenizer(self.recipe.data.tokenizer)
         check_vocabulary(self.recipe, self.tokenizer)
         share_cores()
-        self.stop = StopFlag()
+        # Before joining: a rank whose launcher dies while it waits for the others is ended too.
+        self.stop = StopFlag(launched="CROSS_SIZE" in os.environ)
+        self.stop.watch()
         self.world = join_world(self.recipe)
         # Not earlier: a rank that still waits for others to join has nothing to save and shall end at once.
         self.stop.install()
-        self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world)
         self.say(
             f"{self.recipe.name}: {self.world.size} ranks on {self.world.device.type}, experts over "
-            f"{self.world.topology.expert_parallel}, precision {self.recipe.train.precision}; "
-            f"run folder {self.folder.path}"
+            f"{self.world.topology.expert_parallel}, precision {self.recipe.train.precision}"
         )
         self.corpus: Corpus = load_corpus(self.recipe.data, self.tokenizer)
         check_same_text(self.corpus, self.world)
@@ -99,6 +100,9 @@ class Session:
             f"text: {sum(self.corpus.train_bytes):,} bytes to train on, {sum(self.corpus.heldout_bytes):,} held out, "
             f"domains {', '.join(self.corpus.domains)}"
         )
+        # Not earlier: a run that cannot start leaves no folder.
+        self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world)
+        self.say(f"run folder: {self.folder.path}")
         engine = initialize(build_model(self.recipe, self.world), self.recipe, self.world)
         self.trainer = Trainer(engine, self.recipe, self.world, self.corpus, self.folder, self.stop)
         self.first_step = FirstStepHook(self.began)
@@ -114,9 +118,7 @@ class Session:
         if self.checkpoint is not None:
             trainer.resume(self.checkpoint)
             self.say(f"resumed from {self.checkpoint} at step {trainer.engine.global_step}")
-            if trainer.engine.global_step >= steps and self.world.everyone.broadcast_object(
-                self.folder.summary.is_file()
-            ):
+            if trainer.engine.global_step >= steps and self.world.everyone.broadcast_object(self._is_reported()):
                 self.say(f"nothing is left to do: train.steps is {steps}. Train longer with --set train.steps=...")
                 return
         if self.world.rank == 0:
@@ -125,8 +127,8 @@ class Session:
         if trainer.first_evaluation is None:
             trainer.evaluate()
         if trainer.run():
-            if trainer.last_evaluation is None:
-                # The run was interrupted between its last checkpoint and its summary.
+            if not trainer.evaluated:
+                # Nothing was trained, because the run had been stopped at this very step.
                 trainer.evaluate()
             self._report()
         else:
@@ -135,11 +137,21 @@ class Session:
                 f"{trainer.saved_path}. Go on with --resume {self.folder.path}"
             )
 
+    def _is_reported(self) -> bool:
+        """Whether the folder's summary is of the step at which the run now is."""
+        try:
+            summary = json.loads(self.folder.summary.read_text())
+        except (OSError, ValueError):
+            return False
+        return isinstance(summary, dict) and summary.get("step") == self.trainer.engine.global_step
+
     def _prepare_folder(self) -> None:
         """Write down what is run, and put aside what an interrupted run wrote after this one's first step."""
         self.folder.recipe.write_text(dump_recipe(self.recipe))
         config = deepspeed_config(self.recipe, self.world.size)
         self.folder.deepspeed.write_text(json.dumps(config, indent=1) + "\n")
+        # The figures of an earlier end are not those of the end that comes.
+        self.folder.summary.unlink(missing_ok=True)
         step = self.trainer.engine.global_step
         for path in (self.folder.metrics, self.folder.expert_load):
             forget_after(path, step)
@@ -178,7 +190,8 @@ class Session:
         self.say(
             f"files: {self.folder.path} (summary.json, metrics.jsonl, expert_load.jsonl)\n"
             f"checkpoint: {self.trainer.saved_path}\n"
-            f"done in {summary['seconds']:.0f} s, first step after {summary['first_step_seconds'] or 0:.0f} s"
+            f"done in {summary['seconds']:.0f} s"
+            + (f", first step after {self.first_step.seconds:.0f} s" if self.first_step.seconds else "")
         )
 
     def _write_summary(self, summary: dict[str, Any]) -> None:
@@ -239,7 +252,7 @@ def share_cores() -> None:
     """Give each CPU rank of this machine its share of the cores; more threads than cores slow every rank down."""
     if "OMP_NUM_THREADS" in os.environ:
         return
-    if "SLURM_CPUS_PER_TASK" in os.environ:
+    if "SLURM_CPUS_PER_TASK" in os.environ and "RANK" not in os.environ:
         torch.set_num_threads(int(os.environ["SLURM_CPUS_PER_TASK"]))
     else:
         cores = len(os.sched_getaffinity(0))
@@ -276,6 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # Every rank of a machine reads the same files and fails alike, and one message is enough. A rank that still
         # lives after a while failed alone, and nobody else tells.
         if not first_here:
+            # The launcher's signal ends the waiting.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(PATIENCE_SECONDS)
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave_at_once(1)
@@ -289,8 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End the process without tearing anything down: groups would wait for ranks that may be dead, and threads of the
-    communication library abort a process that ends under them."""
+    """End the process without the interpreter's own end: threads of the communication library abort a process that
+    ends under them, and groups would wait for ranks that may be dead."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
 """Held-out loss of a checkpoint in bits per byte, in one process with all experts.
 
-    python tools/evaluate.py runs/quickstart/checkpoints/step_00000600
+    python tools/evaluate.py runs/quickstart/checkpoints/step_00000450
     moe-async evaluate runs/quickstart --json --set data.heldout_bytes=10000
 
 Prints the figure overall and by domain, and the run's own figure beside it where there is one.
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.batch_size < 1:
         parser.error(f"--batch-size is {parsed.batch_size}; it must be at least 1")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         figures = evaluate_checkpoint(parsed.checkpoint, parsed.overrides, parsed.batch_size)
     except MoeAsyncError as error:

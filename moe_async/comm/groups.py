@@ -110,15 +110,21 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
         world_size=_number(env, "SLURM_NTASKS"),
         local_rank=_number(env, "SLURM_LOCALID", "0"),
         local_world_size=int(tasks[0]) if tasks else _number(env, "SLURM_NTASKS"),
-        address=env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))),
+        address=env.get("MASTER_ADDR")
+        or _first_host(_first_of(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")),
         port=_number(env, "MASTER_PORT", port),
     )
 
 
+def _first_of(env: Mapping[str, str], *names: str) -> str:
+    return next((env[name] for name in names if name in env), "")
+
+
 def _first_host(nodes: str) -> str:
-    """The first machine of a Slurm node list, where rank 0 runs: ``node[03-05,9],other`` gives ``node03``."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    return match[1] + (match[2] or "") if match else ""
+    """The first machine of a Slurm node list, where rank 0 runs: ``node[03-05,9]-ib,other`` gives ``node03-ib``."""
+    # The list's first entry, in which every bracket holds numbers and ranges.
+    match = re.match(r"(?:\[[^\]]*\]|[^\[,])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0]) if match else ""
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:

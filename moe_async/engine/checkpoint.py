@@ -140,7 +140,7 @@ class _Tensors:
                 handle = _open(path / name)
                 self._files.update(dict.fromkeys(handle.keys(), handle))
 
-    def check_depth(self, model: nn.Module) -> None:
+    def refuse_unknown_parameters(self, model: nn.Module) -> None:
         """Refuse a model that has no place for some parameter of the checkpoint."""
         names = {name for name, _ in model.named_parameters()}
         experts = set(expert_ids(model))
@@ -178,7 +178,7 @@ def load_weights(path: Path, model: nn.Module) -> Manifest:
     """Put a checkpoint's weights and buffers into ``model``, which may hold any subset of the experts."""
     manifest = read_manifest(path)
     tensors, ids = _Tensors(path, manifest), expert_ids(model)
-    tensors.check_depth(model)
+    tensors.refuse_unknown_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors.parameter("param", name, parameter, ids))
     _load_buffers(model, tensors)
@@ -193,7 +193,7 @@ def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
     """
     manifest = read_manifest(path)
     tensors, ids = _Tensors(path, manifest), expert_ids(bridge.module)
-    tensors.check_depth(bridge.module)
+    tensors.refuse_unknown_parameters(bridge.module)
     for name, parameter in bridge.module.named_parameters():
         bridge.write_parameter(parameter, tensors.parameter("param", name, parameter, ids))
         if parameter.requires_grad:

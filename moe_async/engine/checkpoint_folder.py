@@ -71,10 +71,12 @@ def partial_folder(folder: Path, step: int) -> Path:
 def publish(aside: Path, target: Path, keep: int) -> None:
     """Give a complete folder its name, then delete all checkpoints before it but the newest ``keep - 1``."""
     _sync(aside)
+    replaced = target.with_name(f".{target.name}.old")
     if target.exists():
-        _discard(target)
+        target.rename(replaced)
     aside.rename(target)
     _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     older = [path for path in find_checkpoints(target.parent) if step_of(path) < step_of(target)]
     for path in older[: max(len(older) - keep + 1, 0)]:
         _discard(path)
@@ -126,7 +128,7 @@ def read_manifest(path: Path) -> Manifest:
     if not source.is_file():
         raise CheckpointError(
             f"{path} is not a complete checkpoint: it has no {MANIFEST}. Give a folder such as "
-            "runs/quickstart/checkpoints/step_00000400."
+            "runs/quickstart/checkpoints/step_00000450."
         )
     try:
         document = json.loads(source.read_text())

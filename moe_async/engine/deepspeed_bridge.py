@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moe_async.comm import World
 from moe_async.engine.gradients import ParameterSplit, clip_gradients, global_norm, reduce_gradients
+from moe_async.engine.optimizer import make_optimizer, parameter_groups, prime_state
 from moe_async.errors import EngineError
 from moe_async.moe.classes import classify
 
@@ -126,9 +127,10 @@ class DeepSpeedBridge:
             replicated=[p for name, p in named.items() if self.classes[name] != "expert"],
             sharded=[p for name, p in named.items() if self.classes[name] == "expert"],
         )
-        groups = parameter_groups(named, self.classes, optim.weight_decay, world.topology.expert_parallel)
+        group_name = expert_group_name(world.topology.expert_parallel)
+        groups = parameter_groups(named, self.classes, optim.weight_decay, group_name)
         self._engine = self._initialise(model, make_optimizer(optim, groups), config)
-        self._state_keys = _prime_optimizer_state(self._base_optimizer, optim)
+        self._state_keys = prime_state(self._base_optimizer, optim)
         if self.stage:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -295,50 +297,3 @@ def deepspeed_expert_groups(expert_parallel: int) -> tuple[list[int], list[int]]
         list(comm.get_all_ranks_from_group(groups._get_expert_parallel_group(name))),
         list(comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(name))),
     )
-
-
-def parameter_groups(
-    named: Mapping[str, nn.Parameter], classes: Mapping[str, str], weight_decay: float, expert_parallel: int
-) -> list[dict[str, Any]]:
-    """Optimizer groups: dense matrices, dense vectors (no weight decay), routers, experts; none of them empty.
-
-    Vectors (norms) do not decay: a pull to zero of a gain is no regulariser.
-    """
-    chosen: dict[str, list[nn.Parameter]] = {"dense": [], "vectors": [], "router": [], "expert": []}
-    for name, parameter in named.items():
-        kind = classes[name]
-        chosen["vectors" if kind == "dense" and parameter.ndim < 2 else kind].append(parameter)
-    groups: list[dict[str, Any]] = []
-    for kind, parameters in chosen.items():
-        decay = 0.0 if kind == "vectors" else weight_decay
-        group: dict[str, Any] = {"params": parameters, "name": kind, "weight_decay": decay}
-        if kind == "expert":
-            group.update(name=expert_group_name(expert_parallel), moe=True)
-        if parameters:
-            groups.append(group)
-    return groups
-
-
-def make_optimizer(optim: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The recipe's optimizer over ready groups."""
-    if optim.kind == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
-
-
-def _prime_optimizer_state(optimizer: torch.optim.Optimizer, optim: OptimSection) -> tuple[str, ...]:
-    """Fill the state that the first step would create, with the same values; the keys of its full-size tensors.
-
-    DeepSpeed links a parameter's slice to the optimizer's state once, so the state must exist before.
-    """
-    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    if optim.kind == "sgd":
-        keys = ("momentum_buffer",) if optim.momentum else ()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if optim.kind == "adamw":
-                state["step"] = torch.tensor(0.0)
-            for key in keys:
-                state[key] = torch.zeros_like(parameter)
-    return keys

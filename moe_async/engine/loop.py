@@ -57,6 +57,7 @@ class Trainer:
         self.saved_path: Path | None = None
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
+        self._evaluated_step = -1
         self._stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
         rows = recipe.micro_batch_size(world.size)
         self._heldout = heldout_batches(corpus, recipe.data.seq_len, world.rank, world.size, 2 * rows)
@@ -124,6 +125,11 @@ class Trainer:
     def _on_device(self, batch: Batch) -> MicroBatch:
         return MicroBatch(batch.tokens.to(self.world.device), batch.labels.to(self.world.device))
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the last evaluation is of the weights as they are now."""
+        return self._evaluated_step == self.engine.global_step
+
     def evaluate(self) -> Evaluation:
         """Bits per byte of the held-out split now. Every rank calls it; blocks. Changes no state of the training."""
         self.engine.bridge.train(False)
@@ -132,7 +138,7 @@ class Trainer:
         finally:
             self.engine.bridge.train(True)
         self.first_evaluation = self.first_evaluation or result
-        self.last_evaluation = result
+        self.last_evaluation, self._evaluated_step = result, self.engine.global_step
         for hook in self.hooks:
             hook.on_evaluation(self, result)
         return result
@@ -172,7 +178,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and positions, the same on every rank, as JSON values."""
-        first = self.first_evaluation
+        first, last = self.first_evaluation, self.last_evaluation
         return {
             "step": self.engine.global_step,
             "tokens": self.tokens,
@@ -181,6 +187,7 @@ class Trainer:
             "data": self._stream.state_dict(),
             "load": self.load.state_dict(),
             "first_evaluation": None if first is None else [first.bits_per_byte, first.by_domain],
+            "last_evaluation": None if last is None else [self._evaluated_step, last.bits_per_byte, last.by_domain],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,3 +197,6 @@ class Trainer:
         self.tokens, self.dropped, self.skipped = state["tokens"], state["dropped"], state["skipped"]
         self.load.load_state_dict(state["load"])
         self.first_evaluation = Evaluation(*state["first_evaluation"]) if state["first_evaluation"] else None
+        if state["last_evaluation"]:
+            self._evaluated_step, *figures = state["last_evaluation"]
+            self.last_evaluation = Evaluation(*figures)

@@ -93,7 +93,7 @@ def resumed_run(folder: Path, name: str, resume: str) -> tuple[RunFolder, Path]:
     if not find_checkpoints(path / "checkpoints"):
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a run with one; give a folder such as runs/quickstart or "
-            "runs/quickstart/checkpoints/step_00000400."
+            "runs/quickstart/checkpoints/step_00000450."
         )
     return RunFolder(path), _newest_readable(path)
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from moe_async.recipe import Recipe
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""A collective whose partner stays away for this long fails."""
+"""A collective of this package whose partner stays away for this long fails. The groups that DeepSpeed makes for itself
+keep the back-end's own limit (30 minutes for gloo)."""
 
 
 def join_world(recipe: Recipe, timeout: timedelta = COLLECTIVE_TIMEOUT) -> World:

@@ -44,9 +44,13 @@ class MicroBatch:
         """Tokens that routers see."""
         return self.tokens.numel() if self.token_mask is None else int(self.token_mask.sum())
 
+    def targets(self) -> Tensor:
+        """The labels that count, int64 [B, S]: those of masked tokens are ignored."""
+        return self.labels if self.token_mask is None else self.labels.where(self.token_mask, IGNORED_LABEL)
+
     def label_tokens(self) -> int:
         """Positions at which something is to be predicted."""
-        return int((self.labels != IGNORED_LABEL).sum())
+        return int((self.targets() != IGNORED_LABEL).sum())
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ class Engine:
         token-weighted mean of the micro-batches' own losses.
 
         Raises:
-            EngineError: not `accumulation` micro-batches, or no label token on any rank.
+            EngineError: not `accumulation` micro-batches, no label token on any rank, or (after the update, on all
+                ranks alike) a MoE layer that saw other tokens than the micro-batches hold.
         """
         self._check_step(micro_batches)
         totals = torch.tensor(
@@ -177,18 +182,25 @@ class Engine:
                 f"give at least one label that is not {IGNORED_LABEL}."
             )
         fractions = None
-        if any(term.scope == "step" for term in self._balance):
+        if self._needs_step_loads:
             fractions = count_step(self.bridge.forward, micro_batches, self.world)
         sums = _StepSums(len(self._balance), self.world.device)
         outcome = None
         for batch in micro_batches:
             output = self.bridge.forward(batch.tokens, batch.token_mask)
-            losses = [next_token_loss_sum(output.logits, batch.labels), *self._balance_sums(output.routing, fractions)]
+            losses = [
+                next_token_loss_sum(output.logits, batch.targets()),
+                *self._balance_sums(output.routing, fractions),
+            ]
             sums.add(losses, output.routing)
             self.bridge.backward(self._objective(losses, label_tokens, max(routed_tokens, 1)))
             outcome = self._finish_micro_batch()
         assert outcome is not None
         return self._report(sums, outcome, label_tokens, routed_tokens)
+
+    @property
+    def _needs_step_loads(self) -> bool:
+        return any(term.loss == "switch" and term.scope == "step" for term in self._balance)
 
     def _check_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         if len(micro_batches) != self.accumulation:
@@ -259,7 +271,7 @@ class Engine:
         Raises:
             EngineError: a term has the scope ``step``, which needs all micro-batches before the first backward.
         """
-        if any(term.scope == "step" for term in self._balance):
+        if self._needs_step_loads:
             raise EngineError(
                 "moe.balance has a term of scope step: its loads are those of all micro-batches of a step, which must "
                 "be known before the first backward. Use train_step, or scope: micro_batch."

@@ -17,49 +17,66 @@ from moe_async.comm import World
 GRACE_SECONDS = 120.0
 """After its launcher vanished, a rank has this long to end its step, save and leave; then it is ended."""
 
+ALONE_SECONDS = 5.0
+"""The same for a rank that has not joined the others yet, and so has nothing to save."""
+
 
 class StopFlag:
     """Raised by SIGTERM, by Ctrl-C, or when the launcher is gone.
 
     A second Ctrl-C interrupts at once. The launcher may pass a signal on to its ranks one after another, so a rank
     stops only when all have agreed (`agreed`).
+
+    Args:
+        launched: DeepSpeed's launcher started this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launched: bool = False) -> None:
         self.reason = ""
+        self._launched = launched
         self._launcher = launcher_processes()
+        self._interrupted = False
+        self._grace = ALONE_SECONDS
+
+    def watch(self) -> None:
+        """Watch the launcher from a thread, and end this process when the launcher is gone."""
+        threading.Thread(target=self._end_when_orphaned, name="launcher-watch", daemon=True).start()
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT, and watch the launcher from a thread."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-        watcher = threading.Thread(target=self._end_when_orphaned, name="launcher-watch", daemon=True)
-        watcher.start()
+        """Take over SIGTERM and SIGINT, once there is something to save."""
+        self._grace = GRACE_SECONDS
+        signal.signal(signal.SIGTERM, self.on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT":
-            raise KeyboardInterrupt
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Raise the flag; a second SIGINT raises KeyboardInterrupt."""
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
         self.reason = signal.Signals(number).name
 
     def orphaned(self) -> bool:
         """Whether the launcher, or the command that started it, is gone."""
+        parent = os.getppid()
         if not self._launcher:
-            return False
-        if os.getppid() != self._launcher[0]:
+            # It was gone before anybody looked: the first process of the system took over.
+            return self._launched and parent == 1
+        if parent != self._launcher[0]:
             return True
         try:
-            above = psutil.Process(self._launcher[0]).ppid()
+            above = psutil.Process(parent).ppid()
         except psutil.Error:
             # A process that cannot be looked at just now is no proof; one that is gone changes the parent.
             return False
-        return len(self._launcher) > 1 and above != self._launcher[1]
+        return above != self._launcher[1] if len(self._launcher) > 1 else self._launched and above == 1
 
     def _end_when_orphaned(self) -> None:
         """A rank may be blocked in a collective whose partner is dead; nobody is left to end it but itself."""
         while not self.orphaned():
             time.sleep(1.0)
         self.reason = self.reason or "launcher gone"
-        time.sleep(GRACE_SECONDS)
+        time.sleep(self._grace)
         os._exit(1)
 
     def agreed(self, world: World) -> bool:

@@ -45,7 +45,8 @@ def build_summary(
                 "cv": balance.cv,
                 "dead": balance.dead,
             }
-            for layer, balance in zip(layers, trainer.load.balance(), strict=True)
+            # Empty where no step of this run is in the window.
+            for layer, balance in zip(layers, trainer.load.balance(), strict=False)
         ],
         "world_size": trainer.world.size,
         "expert_parallel": trainer.world.topology.expert_parallel,

@@ -59,19 +59,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.out = nn.Linear(heads * head_dim, dim, bias=False)
 
-    def forward(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor], token_mask: Tensor | None = None) -> Tensor:
-        """Attend to the same and earlier positions of each sequence: [B, S, D].
-
-        ``token_mask``: bool [B, S]; no other token attends to a token where it is False.
-        """
+    def forward(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor], visible: Tensor | None = None) -> Tensor:
+        """Attend to the same and earlier positions of each sequence, or to what ``visible`` (`causal_mask`) says:
+        [B, S, D]."""
         packed = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
         q, k, v = packed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         attended = functional.scaled_dot_product_attention(
             rotate(q, tables),
             rotate(k, tables),
             v,
-            attn_mask=None if token_mask is None else causal_mask(token_mask),
-            is_causal=token_mask is None,
+            attn_mask=visible,
+            is_causal=visible is None,
             enable_gqa=self.kv_heads != self.heads,
         )
         merged: Tensor = self.out(rearrange(attended, "b h s c -> b s (h c)"))

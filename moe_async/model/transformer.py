@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_async.model.attention import Attention, rotary_tables
+from moe_async.model.attention import Attention, causal_mask, rotary_tables
 from moe_async.moe import MoELayer
 from moe_async.moe.feed_forward import FeedForward
 from moe_async.ops.balance import RoutingSums
@@ -74,12 +74,14 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = feed_forward
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, token_mask: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, token_mask: Tensor | None, visible: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """The residual stream after this block, then the routing sums' tensors if the layer is MoE.
 
         Flat, because a recomputed function must take and return plain tensors.
         """
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), (cos, sin), token_mask)
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), (cos, sin), visible)
         normed = self.ffn_norm(x_BSD)
         if isinstance(self.ffn, MoELayer):
             hidden, routing, _ = self.ffn(normed, token_mask)
@@ -126,9 +128,10 @@ class Transformer(nn.Module):
         with self._autocast(tokens_BS.device):
             x_BSD = self.embedding(tokens_BS)
             tables = rotary_tables(tokens_BS.shape[1], self.shape.head_dim, self.shape.rope_theta, tokens_BS.device)
+            visible = None if token_mask is None else causal_mask(token_mask)
             routing = []
             for block in self.layers:
-                x_BSD, *sums = self._run(block, x_BSD, *tables, token_mask)
+                x_BSD, *sums = self._run(block, x_BSD, *tables, token_mask, visible)
                 if sums:
                     routing.append(RoutingSums(*sums))
             weight = self.embedding.weight if self.head is None else self.head.weight

@@ -26,7 +26,7 @@ class LoadBalance:
 
 
 def load_balance(counts_E: Tensor) -> LoadBalance:
-    """Balance of the assignment counts of one layer; all zeros when nothing was routed.
+    """Balance of the assignment counts of one layer; zeros, and all experts dead, when nothing was routed.
 
     Args:
         counts_E: int64, assignments to each expert, summed over the window and over all ranks.

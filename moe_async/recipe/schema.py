@@ -91,7 +91,7 @@ class Recipe(Section):
 
     @field_validator("train")
     @classmethod
-    def _warmup_ends(cls, value: TrainSection, info: ValidationInfo) -> TrainSection:
+    def _fits_the_sections_before(cls, value: TrainSection, info: ValidationInfo) -> TrainSection:
         if "optim" in info.data and info.data["optim"].schedule.warmup >= value.steps:
             warmup = info.data["optim"].schedule.warmup
             raise statement(
@@ -105,11 +105,11 @@ class Recipe(Section):
             )
         if "optim" in info.data and info.data["optim"].schedule.kind == "wsd":
             schedule = info.data["optim"].schedule
-            if schedule.warmup + round(schedule.decay * value.steps) > value.steps:
+            if schedule.warmup + max(1, round(schedule.decay * value.steps)) > value.steps - 1:
                 raise statement(
                     f"optim.schedule.warmup is {schedule.warmup} and decay takes {schedule.decay:g} of the"
                     f" {value.steps} steps, so they overlap and the rate never reaches lr. Use decay:"
-                    f" {(value.steps - schedule.warmup) / value.steps:g} at most, or a shorter warmup."
+                    f" {max(value.steps - 1 - schedule.warmup, 0) / value.steps:g} at most, or a shorter warmup."
                 )
         return value
 

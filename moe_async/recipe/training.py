@@ -77,7 +77,12 @@ class OptimSection(Section):
     )
     eps: float = Field(default=1e-8, gt=0, description="adamw: added to the denominator. Default: 1e-8.")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="sgd: momentum. Default: 0.")
-    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay. Default: 0.1.")
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        description="Weight decay of all but norms: adamw apart from the gradient (decoupled), sgd added to it."
+        " Default: 0.1.",
+    )
     clip: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 means no clipping. Default: 1.")
     schedule: ScheduleSection = Field(
         default=ScheduleSection(),

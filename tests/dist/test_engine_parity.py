@@ -178,3 +178,85 @@ def test_scope_step_is_exactly_the_loss_of_one_large_batch(world_size):
         check([results[index] for results in by_rank], expected, torch.float64 if precision == "float64" else torch.float32)
     # The two scopes are different losses, so the check can fail.
     assert abs(expected[1][0][1] - reference(0.3)[1][0][1]) > 1e-2
+
+
+OPTIMIZERS = {
+    "adamw": {"kind": "adamw", "betas": [0.7, 0.8], "eps": 1e-3},
+    "momentum": {"kind": "sgd", "momentum": 0.9},
+}
+LONG, DECAY, CLIP = 6, 0.3, 0.5
+
+
+def scheduled(kind, expert_parallel, stage, precision, accumulation):
+    """Two MoE layers, a warm-up and a cosine, decay and clipping."""
+    return small_recipe(
+        moe={**SMALL["moe"], "layers": "all", "balance": [{"loss": "z", "coefficient": 0.1}]},
+        parallel={"expert": expert_parallel, "zero": stage},
+        optim={
+            **OPTIMIZERS[kind], "lr": 0.02, "weight_decay": DECAY, "clip": CLIP,
+            "schedule": {"kind": "cosine", "warmup": 2, "final": 0.1},
+        },
+        train={"steps": LONG, "global_batch": 8, "precision": precision, "accumulation": accumulation},
+    )  # fmt: skip
+
+
+def optimize(rank, cases):
+    results = []
+    for kind, expert_parallel, stage, precision in cases:
+        recipe = scheduled(kind, expert_parallel, stage, precision, 2)
+        world = make_world(Topology(2, expert_parallel, 4))
+        engine = initialize(build_model(recipe, world), recipe, world)
+        for step in range(LONG):
+            engine.train_step([micro_batch(step, 2 * a + rank) for a in range(2)])
+        results.append((copies(engine.module), expert_ids(engine.module)))
+    return results
+
+
+def naive_optimizer(kind):
+    """The same steps written out; the learning rate too."""
+    weights = {name: p.detach() for name, p in build_model(scheduled(kind, 1, 0, "float64", 4)).named_parameters()}
+    first = {name: torch.zeros_like(w) for name, w in weights.items()}
+    second = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for step in range(LONG):
+        weights = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
+        batches = [micro_batch(step, index) for index in range(4)]
+        labels, routed = sum(b.label_tokens() for b in batches), sum(b.routed_tokens() for b in batches)
+        loss = 0.0
+        for batch in batches:
+            logits, routings = naive_transformer(
+                batch.tokens, weights, layers=2, heads=4, kv_heads=2, top_k=2, mask=batch.token_mask
+            )
+            for b, t in (batch.labels != IGNORED_LABEL).nonzero().tolist():
+                loss = loss - torch.log_softmax(logits[b, t], -1)[batch.labels[b, t]] / labels
+            loss = loss + 0.1 * sum(routing.z_sum for routing in routings) / routed
+        loss.backward()
+        norm = math.sqrt(sum(w.grad.square().sum().item() for w in weights.values()))
+        scale = min(1.0, CLIP / (norm + 1e-6))
+        done = (step - 2) / (LONG - 1 - 2)
+        rate = 0.02 * (step + 1) / 3 if step < 2 else 0.02 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        for name, w in weights.items():
+            g, decay = scale * w.grad, DECAY if w.ndim > 1 else 0.0
+            if kind == "adamw":
+                first[name] = 0.7 * first[name] + 0.3 * g
+                second[name] = 0.8 * second[name] + 0.2 * g * g
+                mean, square = first[name] / (1 - 0.7 ** (step + 1)), second[name] / (1 - 0.8 ** (step + 1))
+                weights[name] = (w * (1 - rate * decay) - rate * mean / (square.sqrt() + 1e-3)).detach()
+            else:
+                first[name] = 0.9 * first[name] + g + decay * w.detach()
+                weights[name] = (w - rate * first[name]).detach()
+    return weights
+
+
+def test_optimizers_schedule_decay_and_clipping_equal_the_formulas():
+    cases = [
+        (kind, expert, stage, precision)
+        for kind in OPTIMIZERS
+        for expert, stage, precision in [(1, 0, "float64"), (2, 0, "float64"), (2, 1, "float32"), (2, 2, "float32")]
+    ]
+    expected = {kind: naive_optimizer(kind) for kind in OPTIMIZERS}
+    for results in run_ranks(2, optimize, cases):
+        for (kind, _, _, precision), (weights, experts) in zip(cases, results, strict=True):
+            for name, value in weights.items():
+                ids = list(experts.get(name, [])) or slice(None)
+                dtype = torch.float64 if precision == "float64" else torch.float32
+                assert_close(value, expected[kind][name][ids], dtype, f"{kind} {precision} {name}")

@@ -1,11 +1,15 @@
 """The engine as people use it: their own loops, gradients that are not finite, and calls in the wrong order."""
 
+import signal
+from datetime import timedelta
+
 import pytest
 import torch
 
 from moe_async.comm import make_world
 from moe_async.data import load_corpus, make_tokenizer
 from moe_async.engine.start import initialize
+from moe_async.engine.stop import StopFlag
 from moe_async.engine.step import IGNORED_LABEL, MicroBatch, next_token_loss_sum
 from moe_async.errors import EngineError, MoeAsyncError
 from moe_async.model import build_model
@@ -234,3 +238,28 @@ def test_ranks_that_read_other_text_are_told_apart(tmp_path):
     assert run_ranks(2, read_text, tmp_path / "texts", False) == [None, None]
     for message in run_ranks(2, read_text, tmp_path / "texts", True):
         assert "ranks [1] read other text than rank 0" in message
+
+
+def flags_and_timeouts(rank):
+    import torch.distributed as dist
+
+    timeouts, plain = [], dist.new_group
+    dist.new_group = lambda ranks, timeout=None: timeouts.append(timeout) or plain(ranks, timeout=timeout)
+    world = make_world(Topology(2, 2, 4), timeout=timedelta(minutes=3))
+    dist.new_group = plain
+    flag = StopFlag()
+    before = flag.agreed(world)
+    if rank == 1:
+        flag.on_signal(signal.SIGTERM, None)
+    return before, flag.agreed(world), timeouts
+
+
+def test_all_ranks_stop_when_one_is_told_and_groups_have_the_given_timeout():
+    assert run_ranks(2, flags_and_timeouts) == [(False, True, [timedelta(minutes=3)])] * 2
+
+
+def test_labels_of_masked_tokens_do_not_count():
+    tokens = torch.arange(6).view(1, 6)
+    batch = MicroBatch(tokens, tokens + 1, tokens < 4)
+    assert batch.targets().tolist() == [[1, 2, 3, 4, IGNORED_LABEL, IGNORED_LABEL]]
+    assert (batch.label_tokens(), batch.routed_tokens()) == (4, 4)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -125,6 +126,23 @@ def test_a_folder_without_its_name_is_no_checkpoint_and_is_swept(tmp_path):
     assert [path.name for path in find_checkpoints(folder)] == ["step_00000010"]
     published(folder, 12, keep=2)
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000010", "step_00000012"]
+
+
+def test_a_crash_while_deleting_leaves_no_checkpoint_with_missing_files(tmp_path, monkeypatch):
+    for step in (10, 20):
+        published(tmp_path, step, keep=2)
+
+    def die(path, ignore_errors=False):
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        published(tmp_path, 30, keep=2)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step_00000020", "step_00000030"]
+    monkeypatch.undo()
+    assert published(tmp_path, 30, keep=2) == ["step_00000020", "step_00000030"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000020", "step_00000030"]
 
 
 def test_later_checkpoints_of_another_branch_are_renamed(tmp_path):

@@ -109,3 +109,8 @@ def test_a_summary_is_json_and_the_table_takes_it(changes):
     table = format_summary(summary)
     assert row(table, "held-out bits per byte") == ["8.000", "2.000", "3.000"]
     assert ("balance of experts" in table) == bool(recipe.moe)
+
+
+def test_an_empty_window_shows_no_balance():
+    summary = build_summary(trainer_of(small_recipe(), load=LoadWindow(99)), (3.0, {"code": 3.25}), 1.0, None)
+    assert summary["layers"] == [] and "balance of experts" not in format_summary(summary)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -136,6 +137,12 @@ def test_a_signal_to_the_process_group_saves_and_a_resumed_run_is_the_same(tmp_p
     assert len(expected) == step + 7
     assert steps(run)[: step + 7] == expected
 
+    # Ended where it stands: nothing is trained, and the closing table comes all the same.
+    now = steps(run)[-1]["step"]
+    ended = train(tmp_path, recipe, "--resume", "latest", "--set", f"train.steps={now}")
+    assert ended.wait() == 0, ended.text()
+    assert json.loads((run / "summary.json").read_text())["step"] == now
+
 
 @pytest.mark.slow
 def test_no_rank_outlives_a_killed_command(tmp_path, workplace):
@@ -147,6 +154,18 @@ def test_no_rank_outlives_a_killed_command(tmp_path, workplace):
     assert all_gone(ranks, 30), launch.text()
     assert "stopped by launcher gone" in launch.text()
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step_*/manifest.json"))
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_command_killed_while_they_start(tmp_path, workplace):
+    launch = train(tmp_path, workplace(train__steps=100000))
+    deadline = time.monotonic() + 30
+    while len(launch.ranks()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = launch.ranks()
+    assert len(ranks) == 2
+    launch.process.kill()
+    assert all_gone(ranks, 60), launch.text()
 
 
 @pytest.mark.slow
@@ -188,6 +207,26 @@ def test_a_failing_rank_ends_the_job_with_its_traceback(tmp_path, workplace):
     assert "rank 1 failed:" in text and "ZeroDivisionError: planned on rank 1" in text and "Traceback" in text
 
 
+OTHER_TEXT = """
+import os, sys
+from moe_async import train
+
+train.main([*sys.argv[1:], *(["--set", "data.heldout=0.3"] if os.environ["LOCAL_RANK"] == "1" else [])])
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_read_other_text_do_not_train(tmp_path, workplace):
+    script = tmp_path / "other.py"
+    script.write_text(OTHER_TEXT)
+    launch = Launch(
+        tmp_path, "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(script),
+        "--recipe", str(workplace()),
+    )  # fmt: skip
+    assert launch.wait(90) != 0 and "ranks [1] read other text than rank 0" in launch.text()
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_torchrun_and_a_process_on_its_own(tmp_path, workplace):
     recipe = workplace()
@@ -212,6 +251,11 @@ def test_errors_are_said_once_and_end_the_job(tmp_path, workplace):
     text = wrong.text()
     assert text.count("2 errors in") == 1 and "moe.topk" in text and "top_k" in text and "optim.lr" in text
     assert "Traceback" not in text
+
+    missing = train(tmp_path, recipe, "--set", "data.source=[{path: nope}]")
+    assert (
+        missing.wait() != 0 and missing.text().count("nope does not exist") == 1 and "Traceback" not in missing.text()
+    )
 
     small = train(tmp_path, recipe, "--set", "model.vocab_size=100", ranks=1)
     assert small.wait() != 0 and "model.vocab_size is 100 but the tokenizer 'bytes' has 257 ids" in small.text()

@@ -43,7 +43,7 @@ def test_extra_options_merge_deeply_and_win(tmp_path: Path) -> None:
     recipe = load_minimal(
         tmp_path,
         "optim.kind=sgd",
-        "deepspeed={steps_per_print: 50, zero_optimization: {overlap_comm: true}, checkpoint: {}}",
+        "deepspeed={steps_per_print: 50, zero_optimization: {overlap_comm: true}}",
     )
 
     config = deepspeed_config(recipe, 2)
@@ -106,6 +106,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
             "not_an_option": 1,
         }.items()
     ),
+    ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation", "Allowed: comms_logger"),
+    ({"step_per_print": 5}, "step_per_print", "steps_per_print"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel", "not supported"),
     ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer", "optim.kind"),
 ]

@@ -170,7 +170,7 @@ ONE_ERROR: list[tuple[str, list[str]]] = [
     ),
     (
         "optim.schedule={kind: wsd, warmup: 60, decay: 0.5}",
-        ["warmup is 60 and decay takes 0.5 of the 100 steps", "overlap", "decay: 0.4 at most"],
+        ["warmup is 60 and decay takes 0.5 of the 100 steps", "overlap", "decay: 0.39 at most"],
     ),
     ("data.source=[]", ["data.source is []", "1 or more"]),
     ("data.source=7", ["data.source is 7", "an entry or a list of entries"]),
@@ -190,7 +190,7 @@ ONE_ERROR: list[tuple[str, list[str]]] = [
     ("train.precision=fp32", ["train.precision is 'fp32'", "'float32'"]),
     ("log.tensorboard=1", ["log.tensorboard is 1", "true or false", "the default, false"]),
     ("log.prompts=[a, 2]", ["log.prompts.1 is 2", 'Put it in quotes: "2"']),
-    ("deepspeed={since: 2020-01-01}", ["deepspeed does not fit into a JSON file", "date"]),
+    ("deepspeed={wandb: {since: 2020-01-01}}", ["deepspeed does not fit into a JSON file", "date"]),
 ]
 
 
