@@ -12,7 +12,7 @@ from moe_async.data.builtin import BUILTIN_DOMAINS, builtin_documents
 from moe_async.data.corpus import Corpus, bits_per_byte, is_held_out, load_corpus
 from moe_async.data.documents import Document
 from moe_async.data.ngram import TrigramModel
-from moe_async.data.sources import domain_of, read_documents
+from moe_async.data.sources import read_documents
 from moe_async.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, make_tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ __all__ = [
     "TrigramModel",
     "bits_per_byte",
     "builtin_documents",
-    "domain_of",
     "heldout_batches",
     "is_held_out",
     "load_corpus",

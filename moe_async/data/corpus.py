@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_async.data.documents import Document, cap_documents
-from moe_async.data.sources import domain_of, read_documents
+from moe_async.data.sources import read_documents
 from moe_async.data.tokenizer import Tokenizer, Tokens
 from moe_async.errors import DataError
 
@@ -73,7 +73,7 @@ def load_corpus(section: DataSection, tokenizer: Tokenizer) -> Corpus:
     """
     texts: dict[str, _DomainText] = {}
     for number, entry in enumerate(section.source):
-        text = texts.setdefault(domain_of(entry), _DomainText())
+        text = texts.setdefault(entry.domain, _DomainText())
         text.weight += entry.weight
         before = len(text.train) + len(text.heldout)
         for document in read_documents(entry):

@@ -38,41 +38,21 @@ def read_documents(entry: SourceEntry) -> Iterator[Document]:
     Raises DataError while iterating: no file there, a file that cannot be read, text that is not UTF-8, a line that is
     not a JSON object with that string; with the path, where in it, and the repair.
     """
-    domain = domain_of(entry)
     if entry.builtin is not None:
         for document in builtin_documents(entry.builtin, entry.max_bytes, entry.document_bytes):
-            yield dataclasses.replace(document, domain=domain)
+            yield dataclasses.replace(document, domain=entry.domain)
         return
-    yield from cap_documents(_path_documents(entry, domain), entry.max_bytes)
+    yield from cap_documents(_path_documents(entry), entry.max_bytes)
 
 
-def domain_of(entry: SourceEntry) -> str:
-    """The domain of all documents of an entry: `domain`, else the name of the built-in, else a part of the path.
-
-    That is the last part without a wildcard, without its ending: `code/**/*.py` gives `code`.
-
-    Raises DataError for an entry that has neither builtin nor path, or both.
-    """
-    if (entry.builtin is None) == (entry.path is None):
-        raise DataError(
-            f"data.source: an entry has builtin: {entry.builtin} and path: {entry.path}; it needs exactly one of them."
-        )
-    if entry.domain is not None:
-        return entry.domain
-    if entry.builtin is not None:
-        return entry.builtin
-    plain = [part for part in Path(str(entry.path)).parts if not glob.has_magic(part) and part.strip("/.")]
-    return Path(plain[-1]).stem if plain else "text"
-
-
-def _path_documents(entry: SourceEntry, domain: str) -> Iterator[Document]:
+def _path_documents(entry: SourceEntry) -> Iterator[Document]:
     given = _expand(str(entry.path))
     try:
         for path in _find_files(given, only_json=entry.field is not None):
             if entry.field is not None or path.suffix.lower() in _JSON_LINES:
-                yield from _json_documents(path, domain, entry.field or "text")
+                yield from _json_documents(path, entry.domain, entry.field or "text")
             else:
-                yield from _text_documents(path, domain, entry.document_bytes)
+                yield from _text_documents(path, entry.domain, entry.document_bytes)
     except OSError as error:
         raise _unreadable(Path(error.filename or given), error) from error
 

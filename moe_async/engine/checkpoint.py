@@ -174,8 +174,9 @@ class _Tensors:
 
 
 @torch.no_grad()
-def load_weights(path: Path, model: nn.Module) -> Manifest:
+def load_weights(path: str | Path, model: nn.Module) -> Manifest:
     """Put a checkpoint's weights and buffers into ``model``, which may hold any subset of the experts."""
+    path = Path(path)
     manifest = read_manifest(path)
     tensors, ids = _Tensors(path, manifest), expert_ids(model)
     tensors.refuse_unknown_parameters(model)

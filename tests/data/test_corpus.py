@@ -23,7 +23,7 @@ END = TOKENIZER.end_of_document
 
 def entry(path: Path | str, domain: str | None = None, **fields: Any) -> Any:
     given = {"builtin": None, "field": None, "weight": 1.0, "max_bytes": None, "document_bytes": 16384}
-    return SimpleNamespace(**(given | {"path": str(path), "domain": domain} | fields))
+    return SimpleNamespace(**(given | {"path": str(path), "domain": domain or Path(path).stem} | fields))
 
 
 def section(*source: Any, **fields: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_async.data import Document, domain_of, read_documents
+from moe_async.data import Document, read_documents
 from moe_async.errors import DataError
 
 
@@ -89,15 +89,6 @@ def test_a_builtin_takes_the_domain_and_sizes_of_its_entry() -> None:
     assert {document.domain for document in documents} == {"code"}
     assert max(len(document.text) for document in documents) <= 2000
     assert 19_990 < sum(len(document.text) for document in documents) <= 20_000
-
-
-@pytest.mark.parametrize(
-    ("path", "domain"),
-    [("code/**/*.py", "code"), ("a/b/tale.txt", "tale"), ("*.txt", "text"), ("/", "text"), ("../notes/", "notes")],
-)
-def test_a_domain_is_named_after_the_path(path: str, domain: str) -> None:
-    assert domain_of(entry(path, domain=None)) == domain
-    assert domain_of(entry(path, domain="given")) == "given"
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -186,8 +177,3 @@ def test_empty_file_sets_are_refused(tmp_path: Path) -> None:
     assert "no file that is not hidden" in refused(tmp_path)
     (tmp_path / "a.txt").write_text("x")
     assert "no .jsonl, .ndjson or .json file" in refused(tmp_path, field="text")
-
-
-def test_an_entry_has_one_origin() -> None:
-    assert "exactly one" in refused()
-    assert "exactly one" in refused("x", builtin="python")

@@ -40,7 +40,7 @@ def test_the_commands_are_those_that_tests_run():
         "moe-async evaluate",
     }
     # What installs is what this test runs in, and `make test` is what runs it.
-    assert commands() == run_here | {"make test", "pip install -e ."}
+    assert commands() == run_here | {"make test", "pip install -e .", "pip install -e '.[tensorboard]'"}
 
 
 @pytest.mark.slow
@@ -51,6 +51,11 @@ def test_make_train_and_evaluate(tmp_path):
     train = Launch(tmp_path, "make", "-C", str(ROOT), "train", programs, f"ARGS={arguments} --set name=quickstart")
     assert train.wait() == 0, train.text()
     assert "held-out bits per byte" in train.text() and "--module moe_async.train" in train.text()
+    _, engine_example, model_example = blocks("python")
+    imports = engine_example.splitlines()[0]
+    script = f"{imports}\n{model_example.replace('step_00000450', 'step_00000041')}\nprint(len(texts), 'text')"
+    use = Launch(tmp_path, sys.executable, "-c", script)
+    assert use.wait() == 0 and "1 text" in use.text(), use.text()
     evaluate = Launch(tmp_path, sys.executable, str(ROOT / "tools" / "evaluate.py"), "runs/quickstart")
     assert evaluate.wait() == 0 and "the run itself measured" in evaluate.text(), evaluate.text()
 
@@ -80,7 +85,7 @@ def test_slurm_variables_start_a_world(tmp_path):
 
 
 def test_python_examples_run(tmp_path, monkeypatch):
-    layer_example, engine_example = blocks("python")
+    layer_example, engine_example, _ = blocks("python")
     names = {"x": torch.randn(3, 64)}
     exec(layer_example, names)
     assert names["y"].shape == (3, 64) and names["selection"].shape == (3, 2)
