@@ -94,6 +94,8 @@ class Session:
             f"{self.recipe.name}: {self.world.size} ranks on {self.world.device.type}, experts over "
             f"{self.world.topology.expert_parallel}, precision {self.recipe.train.precision}"
         )
+        for warning in self.recipe.warnings():
+            self.say(f"warning: {warning}")
         self.corpus: Corpus = load_corpus(self.recipe.data, self.tokenizer)
         check_same_text(self.corpus, self.world)
         self.say(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Activation = Literal["swiglu", "gelu"]
+Activation = Literal["swiglu", "gelu", "relu2"]
 
 
 def input_width(kind: Activation, hidden: int) -> int:
@@ -24,11 +24,14 @@ def activate(kind: Activation, hidden: Tensor) -> Tensor:
     """Apply the activation to the first projection's output.
 
     ``swiglu``: the first half is the gate, ``silu(gate) * up`` (Shazeer 2020, arXiv 2002.05202, eq. 6);
-    ``gelu``: the exact Gaussian error linear unit.
+    ``gelu``: the exact Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415);
+    ``relu2``: ``max(x, 0)^2`` (So et al. 2021, arXiv 2109.08668).
     """
     if kind == "swiglu":
         gate, up = hidden.chunk(2, dim=-1)
         return functional.silu(gate) * up
+    if kind == "relu2":
+        return functional.relu(hidden).square()
     return functional.gelu(hidden)
 
 

@@ -48,7 +48,7 @@ class ModelSection(Section):
         description="Width of one head, in features; must be even. Default: dim / heads.",
     )
     ffn_dim: int = Field(gt=0, description="Hidden width of the dense feed-forward layers, in features. Required.")
-    ffn: Literal["swiglu", "gelu"] = Field(
+    ffn: Literal["swiglu", "gelu", "relu2"] = Field(
         default="swiglu", description="Kind of the dense feed-forward layers. Default: swiglu."
     )
     norm_eps: float = Field(default=1e-5, gt=0, description="Added to the mean square in each RMS norm. Default: 1e-5.")
@@ -156,7 +156,9 @@ class MoeSection(Section):
     num_experts: int = Field(ge=1, description="Number of routed experts in each MoE layer. Required.")
     top_k: int = Field(ge=1, description="Experts that each token goes to, from 1 to num_experts. Required.")
     expert_dim: int = Field(gt=0, description="Hidden width of one expert, in features. Required.")
-    expert: Literal["swiglu", "gelu"] = Field(default="swiglu", description="Kind of the experts. Default: swiglu.")
+    expert: Literal["swiglu", "gelu", "relu2"] = Field(
+        default="swiglu", description="Kind of the experts: swiglu, gelu, or relu2 (squared ReLU). Default: swiglu."
+    )
     weights: Literal["normalised", "raw"] = Field(
         default="normalised",
         description="How the chosen experts' outputs are weighted: normalised divides the chosen probabilities by"

@@ -25,6 +25,8 @@ from moe_async.recipe.training import (
     TrainSection,
 )
 
+_USUAL_COEFFICIENT = {"switch": 0.1, "z": 0.01}
+
 
 class Recipe(Section):
     """One complete training recipe."""
@@ -125,6 +127,16 @@ class Recipe(Section):
             details = [InitErrorDetails(type=statement(text), input=value) for text in problems]
             raise ValidationError.from_exception_data("deepspeed", details)
         return value
+
+    def warnings(self) -> list[str]:
+        """Gives a sentence for each entry that is allowed but outside what is usual."""
+        terms = self.moe.balance if self.moe else []
+        return [
+            f"moe.balance.{index}.coefficient is {term.coefficient:g} for {term.loss}; usual are 0.001 to 0.1 for"
+            " switch and 0.0001 to 0.01 for z. A large one outweighs the language-model loss."
+            for index, term in enumerate(terms)
+            if term.coefficient > _USUAL_COEFFICIENT[term.loss]
+        ]
 
     def micro_batch_size(self, world_size: int) -> int:
         """Gives the number of sequences in one micro-batch on one of `world_size` ranks.

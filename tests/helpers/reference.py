@@ -24,7 +24,9 @@ class NaiveRouting:
 def naive_expert(x: Tensor, w_in: Tensor, w_out: Tensor, kind: str) -> Tensor:
     """One token through one expert."""
     hidden = w_in @ x
-    if kind == "swiglu":
+    if kind == "relu2":
+        hidden = hidden * hidden * (hidden > 0)
+    elif kind == "swiglu":
         half = hidden.shape[0] // 2
         gate, up = hidden[:half], hidden[half:]
         hidden = gate / (1 + torch.exp(-gate)) * up

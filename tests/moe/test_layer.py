@@ -26,7 +26,7 @@ def layer_and_weights(dtype=torch.float64, **options):
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("rule", ["normalised", "raw"])
-@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu2"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_equals_naive_loop(top_k, rule, kind, masked):
     layer, weights = layer_and_weights(top_k=top_k, weights=rule, expert=kind, shared_dim=6)

@@ -22,6 +22,11 @@ def random_case(experts, rows, kind):
     return [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
+def test_relu2_by_hand():
+    assert_close(activate("relu2", float64([2.0, -1.0, 0.0, 3.0])), float64([4.0, 0.0, 0.0, 9.0]))
+    assert input_width("relu2", 7) == 7
+
+
 def test_swiglu_by_hand():
     # The first half is the gate: silu(2) * 3 and silu(-1) * 5.
     expected = float64([2 / (1 + math.exp(-2)) * 3, -1 / (1 + math.exp(1)) * 5])
@@ -44,7 +49,7 @@ def test_a_network_by_hand():
     assert_close(actual, float64([2 * hidden, -hidden]))
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu2"])
 def test_any_leading_shape(kind):
     x, w_in, w_out = random_case(1, 6, kind)
     flat = feed_forward(x, w_in[0], w_out[0], kind)
@@ -53,7 +58,7 @@ def test_any_leading_shape(kind):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu2"])
 def test_the_loop_equals_one_row_at_a_time_including_gradients(kind, sizes):
     case = random_case(len(sizes), sum(sizes), kind)
     twins = [value.detach().clone().requires_grad_() for value in case]

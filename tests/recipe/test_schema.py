@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from moe_async.errors import RecipeError
 from moe_async.recipe import EveryLayers, MoeSection, Recipe, SourceEntry
+from tests.helpers.small import SMALL, small_recipe
 from tests.recipe.minimal import error_of, load_minimal, write_recipe
 
 
@@ -133,7 +134,7 @@ ONE_ERROR: list[tuple[str, list[str]]] = [
     ("model.dim=68", ["model.dim is 68 but model.heads is 4", "even width"]),
     ("model.head_dim=15", ["model.head_dim is 15", "even", "Use head_dim: 14 or 16"]),
     ("model.kv_heads=3", ["model.kv_heads is 3", "divide model.heads, which is 4", "kv_heads: 2 or 4"]),
-    ("model.ffn=swigul", ["model.ffn is 'swigul'", "'swiglu' or 'gelu'", "Did you mean swiglu?"]),
+    ("model.ffn=swigul", ["model.ffn is 'swigul'", "'swiglu', 'gelu' or 'relu2'", "Did you mean swiglu?"]),
     ("model.wdith=3", ["model.wdith is not a known key", "The keys of model are: dim, layers, heads"]),
     ("model.<dim>=3", ["model.<dim> is not a known key", "Did you mean dim?"]),
     ("model.lyers=3", ["model.lyers is not a known key", "Did you mean layers?"]),
@@ -314,3 +315,12 @@ def test_a_recipe_made_in_python_obeys_the_same_rules() -> None:
     with pytest.raises(ValidationError, match=r"moe\.num_experts is 8 but parallel\.expert is 3"):
         Recipe.model_validate(data)
     assert Recipe.model_validate({**data, "parallel": {"expert": 2}}).name is None
+
+
+def test_unusual_coefficients_are_allowed_and_warned_of():
+    usual = [{"loss": "switch", "coefficient": 0.1}, {"loss": "z", "coefficient": 0.01}]
+    assert small_recipe(moe=SMALL["moe"] | {"balance": usual}).warnings() == []
+    assert small_recipe(moe=None).warnings() == []
+    large = [{"loss": "switch", "coefficient": 0.9}, {"loss": "z", "coefficient": 0.1}]
+    first, second = small_recipe(moe=SMALL["moe"] | {"balance": large}).warnings()
+    assert first.startswith("moe.balance.0.coefficient is 0.9 for switch") and "0.1 for z" in second
