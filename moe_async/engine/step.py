@@ -192,6 +192,7 @@ class Engine:
                 next_token_loss_sum(output.logits, batch.targets()),
                 *self._balance_sums(output.routing, fractions),
             ]
+            self._check_gradients(losses[1:])
             sums.add(losses, output.routing)
             self.bridge.backward(self._objective(losses, label_tokens, max(routed_tokens, 1)))
             outcome = self._finish_micro_batch()
@@ -213,6 +214,16 @@ class Engine:
             raise EngineError(
                 "train_step was called in the middle of a step. After backward, finish the step with step(); after an "
                 "error inside train_step, start again from a checkpoint."
+            )
+
+    def _check_gradients(self, balance: Sequence[Tensor]) -> None:
+        """Refuse balance losses that train nothing: the model is the same on every rank, so all fail alike."""
+        idle = [term.loss for term, loss in zip(self._balance, balance, strict=True) if not loss.requires_grad]
+        if idle:
+            raise EngineError(
+                f"the balance losses {', '.join(idle)} have no gradient, because the model returned no routing sums "
+                "that depend on its weights. Return those of every MoELayer in ModelOutput.routing, or remove the "
+                "terms from moe.balance."
             )
 
     def _objective(self, losses: Sequence[Tensor], label_tokens: int, routed_tokens: int) -> Tensor:

@@ -151,6 +151,12 @@ def wrong_calls(rank):
         engine.balance_loss(())
     messages.append(str(error.value))
 
+    silent = make_engine(0)
+    silent.module.register_forward_hook(lambda module, inputs, output: output._replace(routing=()))
+    with pytest.raises(EngineError) as error:
+        silent.train_step([micro_batch(0)])
+    messages.append(str(error.value))
+
     def drop_tokens(module, arguments):
         return (arguments[0], torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) > 0)
 
@@ -181,6 +187,7 @@ def test_wrong_calls_say_what_to_do():
         "built for the expert group of ranks [0] but rank 0 is in [0, 1]",
         "--set parallel.zero=0 for float64",
         "scope step: its loads are those of all micro-batches",
+        "the balance losses switch, z have no gradient",
         "the MoE layers routed [22] tokens in this step but its micro-batches hold 24",
     )
     for messages in run_ranks(2, wrong_calls):
