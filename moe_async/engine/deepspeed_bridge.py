@@ -128,7 +128,7 @@ class DeepSpeedBridge:
             sharded=[p for name, p in named.items() if self.classes[name] == "expert"],
         )
         group_name = expert_group_name(world.topology.expert_parallel)
-        groups = parameter_groups(named, self.classes, optim.weight_decay, group_name)
+        groups = parameter_groups(named, self.classes, optim, group_name)
         self._engine = self._initialise(model, make_optimizer(optim, groups), config)
         self._state_keys = prime_state(self._base_optimizer, optim)
         if self.stage:
@@ -201,9 +201,9 @@ class DeepSpeedBridge:
         return StepOutcome(norm, applied)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the rate of every group for the next step."""
+        """Set the rate for the next step, in every group times the factor of its class."""
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_scale"]
 
     @property
     def _base_optimizer(self) -> torch.optim.Optimizer:

@@ -8,27 +8,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from moe_async.moe.classes import ParameterClass
+
 if TYPE_CHECKING:
     from moe_async.recipe import OptimSection
 
 
 def parameter_groups(
-    named: Mapping[str, nn.Parameter], classes: Mapping[str, str], weight_decay: float, expert_name: str
+    named: Mapping[str, nn.Parameter], classes: Mapping[str, ParameterClass], optim: OptimSection, expert_name: str
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: dense matrices, dense vectors (no weight decay), routers, experts; none of them empty.
+    """Optimizer groups: dense matrices, dense vectors, routers, experts; none of them empty.
 
-    Vectors (norms) do not decay: a pull to zero of a gain is no regulariser.
+    Vectors (norms) do not decay: a pull to zero of a gain is no regulariser. Each group has its class's factor on the
+    learning rate as ``lr_scale``.
+
+    Args:
+        named: trainable parameters by name.
+        classes: the class of each.
+        optim: the recipe's ``optim`` section.
+        expert_name: by which DeepSpeed knows the groups of experts.
     """
-    chosen: dict[str, list[nn.Parameter]] = {"dense": [], "vectors": [], "router": [], "expert": []}
+    settings = {"dense": optim.dense, "router": optim.router, "expert": optim.expert}
+    keys: tuple[tuple[ParameterClass, bool], ...] = (
+        ("dense", True),
+        ("dense", False),
+        ("router", True),
+        ("expert", True),
+    )
+    chosen: dict[tuple[ParameterClass, bool], list[nn.Parameter]] = {key: [] for key in keys}
     for name, parameter in named.items():
-        kind = classes[name]
-        chosen["vectors" if kind == "dense" and parameter.ndim < 2 else kind].append(parameter)
+        chosen[classes[name], classes[name] != "dense" or parameter.ndim > 1].append(parameter)
     groups: list[dict[str, Any]] = []
-    for kind, parameters in chosen.items():
-        decay = 0.0 if kind == "vectors" else weight_decay
-        group: dict[str, Any] = {"params": parameters, "name": kind, "weight_decay": decay}
+    for (kind, decays), parameters in chosen.items():
+        own = settings[kind]
+        decay = optim.weight_decay if own.weight_decay is None else own.weight_decay
+        group: dict[str, Any] = {
+            "params": parameters,
+            "name": kind if decays else "vectors",
+            "weight_decay": decay if decays else 0.0,
+            "lr_scale": own.lr_scale,
+        }
         if kind == "expert":
-            # DeepSpeed knows the groups of experts by this name and mark.
             group.update(name=expert_name, moe=True)
         if parameters:
             groups.append(group)

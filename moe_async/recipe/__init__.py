@@ -7,6 +7,7 @@ from moe_async.recipe.loader import dump_recipe, load_recipe, parse_recipe
 from moe_async.recipe.schema import Recipe
 from moe_async.recipe.text import DataSection, SourceEntry
 from moe_async.recipe.training import (
+    ClassSection,
     LogSection,
     OptimSection,
     ParallelSection,
@@ -17,6 +18,7 @@ from moe_async.recipe.training import (
 
 __all__ = [
     "BalanceTerm",
+    "ClassSection",
     "DataSection",
     "EveryLayers",
     "LogSection",

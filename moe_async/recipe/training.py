@@ -65,6 +65,17 @@ class ScheduleSection(Section):
     decay: float = Field(default=0.2, gt=0, le=1, description="Share of the steps in which wsd falls. Default: 0.2.")
 
 
+class ClassSection(Section):
+    """How the optimizer treats one class of parameters."""
+
+    lr_scale: float = Field(
+        default=1.0, ge=0, description="Factor on the learning rate of this class; 0 freezes it. Default: 1."
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="Weight decay of this class. Default: null, optim.weight_decay."
+    )
+
+
 class OptimSection(Section):
     """The optimizer, its clipping and its learning-rate schedule."""
 
@@ -88,6 +99,9 @@ class OptimSection(Section):
         default=ScheduleSection(),
         description="How the learning rate changes. Default: cosine without warmup.",
     )
+    dense: ClassSection = Field(default=ClassSection(), description="Attention, embeddings, norms, dense networks.")
+    router: ClassSection = Field(default=ClassSection(), description="Routers.")
+    expert: ClassSection = Field(default=ClassSection(), description="Routed experts.")
 
 
 class TrainSection(Section):

@@ -185,6 +185,11 @@ OPTIMIZERS = {
     "momentum": {"kind": "sgd", "momentum": 0.9},
 }
 LONG, DECAY, CLIP = 6, 0.3, 0.5
+CLASSES = {
+    "dense": {"lr_scale": 1.5},
+    "router": {"lr_scale": 0.25, "weight_decay": 0.0},
+    "expert": {"lr_scale": 2.0, "weight_decay": 0.6},
+}
 
 
 def scheduled(kind, expert_parallel, stage, precision, accumulation):
@@ -193,7 +198,7 @@ def scheduled(kind, expert_parallel, stage, precision, accumulation):
         moe={**SMALL["moe"], "layers": "all", "balance": [{"loss": "z", "coefficient": 0.1}]},
         parallel={"expert": expert_parallel, "zero": stage},
         optim={
-            **OPTIMIZERS[kind], "lr": 0.02, "weight_decay": DECAY, "clip": CLIP,
+            **OPTIMIZERS[kind], **CLASSES, "lr": 0.01, "weight_decay": DECAY, "clip": CLIP,
             "schedule": {"kind": "cosine", "warmup": 2, "final": 0.1},
         },
         train={"steps": LONG, "global_batch": 8, "precision": precision, "accumulation": accumulation},
@@ -233,9 +238,12 @@ def naive_optimizer(kind):
         norm = math.sqrt(sum(w.grad.square().sum().item() for w in weights.values()))
         scale = min(1.0, CLIP / (norm + 1e-6))
         done = (step - 2) / (LONG - 1 - 2)
-        rate = 0.02 * (step + 1) / 3 if step < 2 else 0.02 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        rate = 0.01 * (step + 1) / 3 if step < 2 else 0.01 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        plain = rate
         for name, w in weights.items():
-            g, decay = scale * w.grad, DECAY if w.ndim > 1 else 0.0
+            own = CLASSES["router" if "router" in name else "expert" if "experts" in name else "dense"]
+            rate = plain * own["lr_scale"]
+            g, decay = scale * w.grad, own.get("weight_decay", DECAY) if w.ndim > 1 else 0.0
             if kind == "adamw":
                 first[name] = 0.7 * first[name] + 0.3 * g
                 second[name] = 0.8 * second[name] + 0.2 * g * g
