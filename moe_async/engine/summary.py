@@ -98,4 +98,5 @@ def format_summary(summary: dict[str, Any]) -> str:
 
 def _bits(values: dict[str, Any]) -> tuple[str, str, str]:
     keys = ("heldout_bits_per_byte_start", "heldout_bits_per_byte", "trigram_bits_per_byte")
-    return tuple(f"{values[key]:.3f}" for key in keys)  # type: ignore[return-value]
+    start, end, trigram = (f"{values[key]:.3f}" for key in keys)
+    return start, end, trigram

@@ -18,7 +18,13 @@ from moe_async.ops.routing import Selection
 
 
 class Dispatcher(Protocol):
-    """Brings every live token to its experts and the weighted sum of their outputs back."""
+    """Brings every live token to its experts and the weighted sum of their outputs back.
+
+    Attributes:
+        group: the expert group that it talks in.
+    """
+
+    group: Group
 
     def __call__(self, x_TD: Tensor, selection: Selection, experts: Experts, live_T: Tensor | None) -> Tensor:
         """The merged expert outputs, [T, D] in the dtype of the weights; zeros for tokens that are not live."""

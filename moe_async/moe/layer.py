@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_async.comm import World
 from moe_async.errors import TopologyError
-from moe_async.moe.dispatch import DroplessDispatcher
+from moe_async.moe.dispatch import Dispatcher, DroplessDispatcher
 from moe_async.moe.experts import Experts
 from moe_async.moe.feed_forward import FeedForward
 from moe_async.moe.router import TopKRouter
@@ -93,7 +93,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(dim, hidden, topology.experts_of(world.rank), expert, compute_dtype, std)
         shared_std = (dim**-0.5, output_scale * max(shared_dim, 1) ** -0.5)
         self.shared = FeedForward(dim, shared_dim, expert, shared_std) if shared_dim else None
-        self.dispatch = DroplessDispatcher(world.expert, topology.slots())
+        self.dispatch: Dispatcher = DroplessDispatcher(world.expert, topology.slots())
         if not self.router.weight.is_meta:
             self.reset_parameters(seed)
 
