@@ -202,6 +202,8 @@ class Session:
 
     def _samples(self) -> list[dict[str, str]]:
         log, engine = self.recipe.log, self.trainer.engine
+        if not log.sample_tokens:
+            return []
         engine.bridge.train(False)
         texts = generate(
             engine.forward,

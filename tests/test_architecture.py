@@ -267,8 +267,8 @@ def test_imports_from_the_right_are_found(path, statement):
 @pytest.mark.parametrize(
     ("path", "statement"),
     [
-        ("ops/routing.py", "from moe_async.ops.balance import RoutingSums\nfrom moe_async.errors import MoeAsyncError"),
-        ("ops/routing.py", "from .balance import RoutingSums\nfrom . import load\nfrom ..topology import Topology"),
+        ("ops/routing.py", "from moe_async.ops.sums import RoutingSums\nfrom moe_async.errors import MoeAsyncError"),
+        ("ops/routing.py", "from .sums import RoutingSums\nfrom . import load\nfrom ..topology import Topology"),
         ("ops/routing.py", "import torch\nimport moe_async_other"),
         ("data/corpus.py", "if TYPE_CHECKING:\n  from moe_async.recipe import DataSection"),
         ("model/build.py", "from moe_async.data.tokenizer import make_tokenizer"),

@@ -73,4 +73,5 @@ def test_a_layer_in_three_lines():
     x = torch.randn(2, 5, 16)
     y, routing, selection = MoELayer(dim=16, num_experts=4, top_k=2)(x)
     assert y.shape == (2, 5, 16) and selection.shape == (2, 5, 2) and selection.dtype == torch.int64
-    assert routing.counts_E.sum() == 2 * 10 and routing.tokens == 10
+    assert routing.counts_E.shape == (2, 4) and routing.tokens.tolist() == [5, 5]
+    assert routing.total().counts_E.sum() == 2 * 10 and routing.total().tokens == 10

@@ -22,14 +22,18 @@ BUCKET_ELEMENTS = 2**24
 it is fixed here and depends on shapes alone."""
 
 
-class WaitClock:
-    """Seconds this process has spent inside blocking collectives on tensors; shared by the groups of one world.
+class Meter:
+    """What this process has spent on collectives; shared by the groups of one world.
 
-    On an accelerator whose collectives run on a stream this is the time to launch them.
+    Attributes:
+        seconds: inside blocking collectives on tensors; on an accelerator whose collectives run on a stream, the time
+            to launch them.
+        bytes_sent: to other ranks, in exchanges between the ranks of expert groups (all-to-alls, all-gathers).
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.bytes_sent = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,14 +54,14 @@ class Group:
         index: position of this process in ``ranks``.
         handle: the process group; None for the one rank that talks to nobody.
         device: where the tensors lie that the group exchanges.
-        clock: counts the time spent waiting.
+        meter: counts time and bytes.
     """
 
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     handle: dist.ProcessGroup | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    clock: WaitClock = field(default_factory=WaitClock, compare=False)
+    meter: Meter = field(default_factory=Meter, compare=False)
 
     @property
     def size(self) -> int:
@@ -80,7 +84,7 @@ class Group:
         """Reduce ``tensor`` in place over the group (``sum``, ``min`` or ``max``) and return it. Every rank of the
         group calls it; blocks."""
         if self.size > 1:
-            with self.clock.running():
+            with self.meter.running():
                 dist.all_reduce(tensor, op=_OPS[op], group=self.handle)
         return tensor
 
@@ -123,7 +127,8 @@ class Group:
             return tensor
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
-        with self.clock.running():
+        self.meter.bytes_sent += sent.nbytes // self.size * (self.size - 1)
+        with self.meter.running():
             dist.all_to_all_single(received, sent, group=self.handle)
         return received
 
@@ -143,6 +148,23 @@ class Group:
         )
         return received
 
+    def all_gather_rows(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The rows of all ranks, in rank order: [sum(sizes), ...]; differentiable. Every rank of the group calls it.
+
+        Args:
+            rows: this rank's rows.
+            sizes: how many rows each rank has.
+        """
+        if self.size == 1:
+            return rows
+        if len(sizes) != self.size or sizes[self.index] != rows.shape[0]:
+            raise CommunicationError(
+                f"all_gather_rows got {rows.shape[0]} rows with sizes {list(sizes)} as rank {self.index} in a group of "
+                f"{self.size}; there must be one size per rank, and that of this rank must be its rows."
+            )
+        gathered: Tensor = _AllGatherRows.apply(rows, list(sizes), self)  # type: ignore[no-untyped-call]
+        return gathered
+
 
 class _AllToAllRows(torch.autograd.Function):
     """Uneven all-to-all; its backward is the all-to-all of the gradients with the sizes exchanged."""
@@ -158,9 +180,35 @@ class _AllToAllRows(torch.autograd.Function):
         return _exchange(grads[0], receive, send, group), None, None, None
 
 
+class _AllGatherRows(torch.autograd.Function):
+    """Uneven all-gather; its backward brings every rank the sum of the gradients of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        longest = max(sizes)
+        padded = rows.new_zeros((longest, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        parts = [torch.empty_like(padded) for _ in sizes]
+        group.meter.bytes_sent += padded.nbytes * (group.size - 1)
+        with group.meter.running():
+            dist.all_gather(parts, padded, group=group.handle)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        group, own = ctx.group, ctx.sizes[ctx.group.index]
+        parts = _exchange(grads[0], ctx.sizes, [own] * group.size, group).view(group.size, own, *grads[0].shape[1:])
+        # The sum is made in float32 or wider, in rank order, and rounded once.
+        wide = torch.promote_types(parts.dtype, torch.float32)
+        return parts.to(wide).sum(dim=0).to(parts.dtype), None, None
+
+
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    with group.clock.running():
+    away = sum(send) - send[group.index]
+    group.meter.bytes_sent += away * rows[:1].numel() * rows.element_size() if away else 0
+    with group.meter.running():
         dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group.handle)
     return received
 

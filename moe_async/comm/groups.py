@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moe_async.comm.collectives import Group, WaitClock
+from moe_async.comm.collectives import Group, Meter
 from moe_async.errors import CommunicationError
 from moe_async.topology import Topology
 
@@ -184,12 +184,12 @@ def make_world(
         )
     if not dist.is_initialized():
         return World(topology, device=device)
-    rank, clock = dist.get_rank(), WaitClock()
+    rank, meter = dist.get_rank(), Meter()
 
     def new_group(ranks: tuple[int, ...]) -> Group:
         # A group of one never communicates, so it needs no process group.
         handle = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
-        return Group(ranks, ranks.index(rank) if rank in ranks else 0, handle, device, clock)
+        return Group(ranks, ranks.index(rank) if rank in ranks else 0, handle, device, meter)
 
     # Every rank takes part in creating every group, in one order: skipping a foreign one hangs.
     expert = [new_group(ranks) for ranks in topology.expert_groups()]
@@ -198,7 +198,7 @@ def make_world(
         topology=topology,
         rank=rank,
         local_rank=launch.local_rank,
-        everyone=Group(tuple(range(topology.world_size)), rank, dist.group.WORLD, device, clock),
+        everyone=Group(tuple(range(topology.world_size)), rank, dist.group.WORLD, device, meter),
         expert=expert[topology.replica_index(rank)],
         expert_data=expert_data[topology.expert_index(rank)],
         device=device,

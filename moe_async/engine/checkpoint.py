@@ -198,7 +198,7 @@ def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
     for name, parameter in bridge.module.named_parameters():
         bridge.write_parameter(parameter, tensors.parameter("param", name, parameter, ids))
         if parameter.requires_grad:
-            state = {key: tensors.parameter(key, name, parameter, ids) for key in bridge.state_keys}
+            state = {key: tensors.parameter(key, name, parameter, ids) for key in bridge.state_keys(parameter)}
             bridge.write_optimizer_state(parameter, state)
     bridge.write_optimizer_steps(manifest.optimizer_steps)
     _load_buffers(bridge.module, tensors)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moe_async.comm import World
 from moe_async.engine.gradients import ParameterSplit, clip_gradients, global_norm, reduce_gradients
+from moe_async.engine.muon import hidden_matrices
 from moe_async.engine.optimizer import make_optimizer, parameter_groups, prime_state
 from moe_async.errors import EngineError
 from moe_async.moe.classes import classify
@@ -128,7 +129,8 @@ class DeepSpeedBridge:
             sharded=[p for name, p in named.items() if self.classes[name] == "expert"],
         )
         group_name = expert_group_name(world.topology.expert_parallel)
-        groups = parameter_groups(named, self.classes, optim, group_name)
+        muon = hidden_matrices(model, self.classes) if optim.kind == "muon" else {}
+        groups = parameter_groups(named, self.classes, optim, group_name, muon)
         self._engine = self._initialise(model, make_optimizer(optim, groups), config)
         self._state_keys = prime_state(self._base_optimizer, optim)
         if self.stage:
@@ -222,7 +224,7 @@ class DeepSpeedBridge:
         """
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        for key in self._state_keys:
+        for key in self.state_keys(parameter):
             if self.stage:
                 yield key, safe_get_full_optimizer_state(parameter, key)
             else:
@@ -241,7 +243,7 @@ class DeepSpeedBridge:
         """Set the full optimizer state of one parameter, given in its shape. Does not block."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        for key in self._state_keys:
+        for key in self.state_keys(parameter):
             if self.stage:
                 safe_set_full_optimizer_state(parameter, state[key].to(parameter.device), key)
             else:
@@ -253,10 +255,11 @@ class DeepSpeedBridge:
             if "step" in state:
                 state["step"].fill_(steps)
 
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """Names of the optimizer's per-parameter tensors."""
-        return self._state_keys
+    def state_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Names of the optimizer's tensors for a parameter."""
+        if self.stage:
+            return self._state_keys
+        return tuple(key for key in self._state_keys if key in self._base_optimizer.state[parameter])
 
 
 def expert_group_name(expert_parallel: int) -> str:

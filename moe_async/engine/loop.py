@@ -7,24 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from moe_async.comm import World
 from moe_async.data import Batch, Corpus, TrainStream, heldout_batches
 from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
 from moe_async.engine.checkpoint_folder import read_manifest
+from moe_async.engine.diagnose import find_non_finite
 from moe_async.engine.evaluate import Evaluation, evaluate
 from moe_async.engine.hooks import Hook, StepRecord
 from moe_async.engine.run_folder import RunFolder
-from moe_async.engine.step import Engine, MicroBatch
+from moe_async.engine.step import Engine, MicroBatch, next_token_loss_sum
 from moe_async.engine.stop import StopFlag
 from moe_async.errors import CheckpointError, EngineError
+from moe_async.model import ModelOutput
 from moe_async.observe import LoadWindow
 from moe_async.recipe import dump_recipe, parse_recipe, state_differences
 
 if TYPE_CHECKING:
     from moe_async.recipe import Recipe
-
-MAX_SKIPPED = 20
-"""Steps in a row without a finite gradient before the run gives up."""
 
 
 class Trainer:
@@ -61,6 +62,7 @@ class Trainer:
         self._stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
         rows = recipe.micro_batch_size(world.size)
         self._heldout = heldout_batches(corpus, recipe.data.seq_len, world.rank, world.size, 2 * rows)
+        self._batches: Sequence[MicroBatch] = ()
         self._warm = False
         self._timed_tokens = 0
         self._timed_seconds = 0.0
@@ -83,23 +85,34 @@ class Trainer:
         while self.engine.global_step < self.engine.steps and not self.stop.agreed(self.world):
             record = self._step()
             in_a_row = 0 if record.report.applied else in_a_row + 1
-            if in_a_row == MAX_SKIPPED:
-                raise EngineError(
-                    f"{MAX_SKIPPED} steps in a row were skipped because the gradient was not finite (the last one is "
-                    f"step {record.report.step}, loss {record.report.lm_loss}); lower optim.lr, lengthen "
-                    "optim.schedule.warmup, or resume from an earlier checkpoint."
-                )
+            if in_a_row == self.recipe.train.max_bad_steps:
+                self._give_up(record)
             for hook in self.hooks:
                 hook.on_step(self, record)
         for hook in self.hooks:
             hook.on_end(self)
         return self.engine.global_step >= self.engine.steps
 
+    def _give_up(self, record: StepRecord) -> None:
+        def loss(output: ModelOutput, batch: MicroBatch) -> Tensor:
+            return next_token_loss_sum(output.logits, batch.targets())
+
+        place = find_non_finite(self.engine.module, self._batches, loss, self.world)
+        layers = self.recipe.moe.moe_layers(self.recipe.model.layers) if self.recipe.moe else ()
+        routers = [f"layer {layer}" for layer, bad in zip(layers, record.report.bad_tokens, strict=False) if bad]
+        raise EngineError(
+            f"{self.recipe.train.max_bad_steps} steps in a row were skipped because loss or gradient was not finite "
+            f"(the last one is step {record.report.step}, loss {record.report.lm_loss}). "
+            + (f"The first numbers that are not finite are in {place}. " if place else "")
+            + (f"Routers that saw such numbers: {', '.join(routers)}. " if routers else "")
+            + "Lower optim.lr, lengthen optim.schedule.warmup, or resume from an earlier checkpoint."
+        )
+
     def _step(self) -> StepRecord:
-        start, waited = time.perf_counter(), self.world.everyone.clock.seconds
-        batches = self._next_batches()
+        start, waited = time.perf_counter(), self.world.everyone.meter.seconds
+        self._batches = self._next_batches()
         loaded = time.perf_counter()
-        report = self.engine.train_step(batches)
+        report = self.engine.train_step(self._batches)
         seconds = time.perf_counter() - start
         self.tokens += report.label_tokens
         self.dropped += report.dropped
@@ -114,7 +127,7 @@ class Trainer:
             tokens=self.tokens,
             seconds=seconds,
             data_wait=loaded - start,
-            comm_wait=self.world.everyone.clock.seconds - waited,
+            comm_wait=self.world.everyone.meter.seconds - waited,
         )
 
     def _next_batches(self) -> Sequence[MicroBatch]:
@@ -186,6 +199,7 @@ class Trainer:
             "skipped": self.skipped,
             "data": self._stream.state_dict(),
             "load": self.load.state_dict(),
+            "balance": self.engine.balance.state_dict(),
             "first_evaluation": None if first is None else [first.bits_per_byte, first.by_domain],
             "last_evaluation": None if last is None else [self._evaluated_step, last.bits_per_byte, last.by_domain],
         }
@@ -196,6 +210,7 @@ class Trainer:
         self.engine.global_step = state["step"]
         self.tokens, self.dropped, self.skipped = state["tokens"], state["dropped"], state["skipped"]
         self.load.load_state_dict(state["load"])
+        self.engine.balance.load_state_dict(state["balance"])
         self.first_evaluation = Evaluation(*state["first_evaluation"]) if state["first_evaluation"] else None
         if state["last_evaluation"]:
             self._evaluated_step, *figures = state["last_evaluation"]

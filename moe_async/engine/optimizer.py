@@ -1,4 +1,4 @@
-"""The recipe's optimizer: its groups of parameters, its making, and the state it starts with."""
+"""The optimizer that a recipe names, over parameter groups that DeepSpeed accepts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from moe_async.engine.muon import Muon
 from moe_async.moe.classes import ParameterClass
 
 if TYPE_CHECKING:
@@ -15,50 +16,55 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(
-    named: Mapping[str, nn.Parameter], classes: Mapping[str, ParameterClass], optim: OptimSection, expert_name: str
+    named: Mapping[str, nn.Parameter],
+    classes: Mapping[str, ParameterClass],
+    optim: OptimSection,
+    expert_name: str,
+    muon: Mapping[str, list[int] | None],
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: dense matrices, dense vectors, routers, experts; none of them empty.
+    """Optimizer groups by class, matrices apart from vectors and from what Muon moves; none of them empty.
 
-    Vectors (norms) do not decay: a pull to zero of a gain is no regulariser. Each group has its class's factor on the
-    learning rate as ``lr_scale``.
+    Vectors (norms and biases) do not decay: a pull to zero of a gain is no regulariser. Each group has its class's
+    factor on the learning rate as ``lr_scale``.
 
     Args:
         named: trainable parameters by name.
         classes: the class of each.
         optim: the recipe's ``optim`` section.
         expert_name: by which DeepSpeed knows the groups of experts.
+        muon: what Muon moves, and how it is cut (`moe_async.engine.muon.hidden_matrices`); empty for other optimizers.
     """
     settings = {"dense": optim.dense, "router": optim.router, "expert": optim.expert}
-    keys: tuple[tuple[ParameterClass, bool], ...] = (
-        ("dense", True),
-        ("dense", False),
-        ("router", True),
-        ("expert", True),
-    )
-    chosen: dict[tuple[ParameterClass, bool], list[nn.Parameter]] = {key: [] for key in keys}
+    chosen: dict[tuple[ParameterClass, str], list[str]] = {}
     for name, parameter in named.items():
-        chosen[classes[name], classes[name] != "dense" or parameter.ndim > 1].append(parameter)
+        kind = classes[name]
+        vector = parameter.ndim <= (2 if kind == "expert" else 1)
+        form = "muon" if name in muon else "vectors" if vector else "matrices"
+        chosen.setdefault((kind, form), []).append(name)
     groups: list[dict[str, Any]] = []
-    for (kind, decays), parameters in chosen.items():
+    for (kind, form), names in sorted(chosen.items()):
         own = settings[kind]
         decay = optim.weight_decay if own.weight_decay is None else own.weight_decay
         group: dict[str, Any] = {
-            "params": parameters,
-            "name": kind if decays else "vectors",
-            "weight_decay": decay if decays else 0.0,
+            "params": [named[name] for name in names],
+            "name": f"{kind} {form}",
+            "weight_decay": 0.0 if form == "vectors" else decay,
             "lr_scale": own.lr_scale,
         }
+        if form == "muon":
+            group["blocks"] = [muon[name] for name in names]
         if kind == "expert":
             group.update(name=expert_name, moe=True)
-        if parameters:
-            groups.append(group)
+        groups.append(group)
     return groups
 
 
 def make_optimizer(optim: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The recipe's optimizer over ready groups. AdamW decays weights apart from the gradient, SGD within it."""
+    """The recipe's optimizer over ready groups. AdamW and Muon decay weights apart from the gradient, SGD within it."""
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+    if optim.kind == "muon":
+        return Muon(groups, optim.lr, optim.momentum, optim.betas, optim.eps)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
@@ -67,6 +73,9 @@ def prime_state(optimizer: torch.optim.Optimizer, optim: OptimSection) -> tuple[
 
     DeepSpeed links a parameter's slice to the optimizer's state once, so the state must exist before.
     """
+    if isinstance(optimizer, Muon):
+        optimizer.prime()
+        return ("exp_avg", "exp_avg_sq", "momentum_buffer")
     keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     if optim.kind == "sgd":
         keys = ("momentum_buffer",) if optim.momentum else ()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from moe_async.comm import World, make_world, read_launch, start_process_group
+from moe_async.engine.balance import BalanceLosses
 from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, communication_backend, select_device
 from moe_async.engine.step import Engine
 from moe_async.errors import EngineError
@@ -56,8 +57,10 @@ def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> 
     world = world or join_world(recipe)
     check_built_for(model, world)
     bridge = DeepSpeedBridge(model, recipe.optim, deepspeed_config(recipe, world.size), world)
-    balance = recipe.moe.balance if recipe.moe else []
-    return Engine(bridge, recipe.optim, balance, recipe.train.steps)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.check_finite = False
+    return Engine(bridge, recipe.optim, BalanceLosses(recipe.moe, world.device), recipe.train.steps)
 
 
 def check_built_for(model: nn.Module, world: World) -> None:

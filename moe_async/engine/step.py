@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_async.comm import World
 from moe_async.data import IGNORED_LABEL
-from moe_async.engine.counting import count_step
+from moe_async.engine.balance import BalanceLosses, count_step, step_totals
 from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, StepOutcome
 from moe_async.engine.schedule import learning_rate
 from moe_async.errors import EngineError
-from moe_async.ops.balance import RoutingSums, switch_loss_sum, z_loss_sum
+from moe_async.moe import MoELayer
+from moe_async.ops.sums import RoutingSums
 
 if TYPE_CHECKING:
-    from moe_async.recipe import BalanceTerm, OptimSection
+    from moe_async.recipe import OptimSection
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,15 @@ class StepReport:
     Attributes:
         step: optimizer steps done, this one included.
         lm_loss: mean negative log-likelihood over the step's label tokens, in nats; no balance term is in it.
-        balance: each balance loss by name, over its scope (a token-weighted mean over micro-batches, or the step),
-            summed over layers, without its coefficient.
+        balance: each balance loss by name, over its scope (a token-weighted mean over sequences or micro-batches, or
+            the step; with scope previous that of the step before), summed over layers, without its coefficient.
         learning_rate: of this step.
         grad_norm: global gradient norm before clipping.
         applied: False when the step was skipped because a gradient was not finite.
         label_tokens, routed_tokens: tokens of the step.
         counts_LE: int64, assignments to each expert of each MoE layer, before drop.
-        dropped: assignments dropped.
+        dropped_LE: int64, assignments to each expert that were dropped because it was full.
+        bad_tokens: of each MoE layer, tokens whose router logits were not finite.
     """
 
     step: int
@@ -79,45 +80,13 @@ class StepReport:
     label_tokens: int
     routed_tokens: int
     counts_LE: Tensor
-    dropped: int
+    dropped_LE: Tensor
+    bad_tokens: tuple[int, ...]
 
-
-class _StepSums:
-    """Sums over the micro-batches of a step on this rank."""
-
-    def __init__(self, terms: int, device: torch.device) -> None:
-        self.losses = torch.zeros(1 + terms, dtype=torch.float64, device=device)
-        self.counts: list[Tensor] = []
-        self.tokens: list[Tensor] = []
-        self.dropped = torch.zeros((), dtype=torch.int64, device=device)
-
-    def add(self, losses: Sequence[Tensor], routing: Sequence[RoutingSums]) -> None:
-        self.losses += torch.stack([loss.detach().double() for loss in losses])
-        counts = [sums.counts_E for sums in routing]
-        tokens = [sums.tokens for sums in routing]
-        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
-        self.tokens = [a + b for a, b in zip(self.tokens, tokens, strict=True)] if self.tokens else tokens
-        self.dropped = self.dropped + sum(sums.dropped for sums in routing)
-
-    def reduce(self, world: World, routed_tokens: int) -> tuple[Tensor, Tensor, int]:
-        """Losses, counts [L, E] and drops, over all ranks.
-
-        Raises:
-            EngineError: a layer routed other tokens than the micro-batches hold, so its balance loss had a wrong scale.
-        """
-        counts_LE = torch.stack(self.counts) if self.counts else self.dropped.new_zeros((0, 0))
-        packed = torch.cat([counts_LE.reshape(-1), *(tokens.reshape(1) for tokens in self.tokens), self.dropped[None]])
-        world.everyone.all_reduce(packed)
-        world.everyone.all_reduce(self.losses)
-        packed = packed.cpu()
-        tokens = packed[counts_LE.numel() : -1].tolist()
-        if any(seen != routed_tokens for seen in tokens):
-            raise EngineError(
-                f"the MoE layers routed {tokens} tokens in this step but its micro-batches hold {routed_tokens}; "
-                "train_step needs every MoE layer to see every live token once. Use forward, backward and step with "
-                "balance_loss for such a model."
-            )
-        return self.losses.cpu(), packed[: counts_LE.numel()].view(counts_LE.shape), int(packed[-1])
+    @property
+    def dropped(self) -> int:
+        """Assignments dropped, over all layers and experts."""
+        return int(self.dropped_LE.sum())
 
 
 class Engine:
@@ -130,16 +99,15 @@ class Engine:
         steps: optimizer steps of the whole run, for the schedule.
     """
 
-    def __init__(
-        self, bridge: DeepSpeedBridge, optim: OptimSection, balance: Sequence[BalanceTerm], steps: int
-    ) -> None:
+    def __init__(self, bridge: DeepSpeedBridge, optim: OptimSection, balance: BalanceLosses, steps: int) -> None:
         self.bridge = bridge
         self.world = bridge.world
         self.steps = steps
         self.global_step = 0
         self._optim = optim
-        self._balance = tuple(balance)
+        self.balance = balance
         self._inside_step = False
+        self._routers = [part.router for part in bridge.module.modules() if isinstance(part, MoELayer)]
 
     @property
     def module(self) -> nn.Module:
@@ -160,8 +128,8 @@ class Engine:
         """One optimizer step over this rank's micro-batches. Every rank calls it; blocks.
 
         The language-model loss is the mean over *all* label tokens of the step, however it is cut into micro-batches
-        and ranks. So is the z-loss, and the Switch loss with scope ``step``; with scope ``micro_batch`` it is the
-        token-weighted mean of the micro-batches' own losses.
+        and ranks. So is the z-loss, and every balance loss with scope ``step``; with a narrower scope it is the
+        token-weighted mean of the micro-batches' or sequences' own losses.
 
         Raises:
             EngineError: not `accumulation` micro-batches, no label token on any rank, or (after the update, on all
@@ -181,27 +149,31 @@ class Engine:
                 "no micro-batch of this step has a label token on any rank, so there is nothing to learn; "
                 f"give at least one label that is not {IGNORED_LABEL}."
             )
-        fractions = None
-        if self._needs_step_loads:
-            fractions = count_step(self.bridge.forward, micro_batches, self.world)
-        sums = _StepSums(len(self._balance), self.world.device)
+        outputs, step = self._before_backward(micro_batches)
+        losses = torch.zeros(1 + len(self.balance.terms), dtype=torch.float64, device=self.world.device)
+        routings: list[list[RoutingSums]] = []
         outcome = None
         for batch in micro_batches:
-            output = self.bridge.forward(batch.tokens, batch.token_mask)
-            losses = [
+            output = outputs.pop(0) if outputs else self.bridge.forward(batch.tokens, batch.token_mask)
+            parts = [
                 next_token_loss_sum(output.logits, batch.targets()),
-                *self._balance_sums(output.routing, fractions),
+                *self.balance.shares(output.routing, step),
             ]
-            self._check_gradients(losses[1:])
-            sums.add(losses, output.routing)
-            self.bridge.backward(self._objective(losses, label_tokens, max(routed_tokens, 1)))
+            losses += torch.stack([part.detach().double() for part in parts])
+            routings.append([RoutingSums(*(value.detach() for value in sums)) for sums in output.routing])
+            self.bridge.backward(self._objective(parts, label_tokens, max(routed_tokens, 1)))
             outcome = self._finish_micro_batch()
         assert outcome is not None
-        return self._report(sums, outcome, label_tokens, routed_tokens)
+        return self._report(losses, routings, outcome, label_tokens, routed_tokens)
 
-    @property
-    def _needs_step_loads(self) -> bool:
-        return any(term.loss == "switch" and term.scope == "step" for term in self._balance)
+    def _before_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Any], list[RoutingSums] | None]:
+        """Forward passes made already, and the totals of the step, where a balance loss needs them."""
+        if not self.balance.needs_step:
+            return [], None
+        if not self.balance.keeps_graphs(self.accumulation):
+            return [], count_step(self.bridge.forward, micro_batches, self.world)
+        outputs = [self.bridge.forward(batch.tokens, batch.token_mask) for batch in micro_batches]
+        return outputs, step_totals([output.routing for output in outputs], self.world)
 
     def _check_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         if len(micro_batches) != self.accumulation:
@@ -216,31 +188,12 @@ class Engine:
                 "error inside train_step, start again from a checkpoint."
             )
 
-    def _check_gradients(self, balance: Sequence[Tensor]) -> None:
-        """Refuse balance losses that train nothing: the model is the same on every rank, so all fail alike."""
-        idle = [term.loss for term, loss in zip(self._balance, balance, strict=True) if not loss.requires_grad]
-        if idle:
-            raise EngineError(
-                f"the balance losses {', '.join(idle)} have no gradient, because the model returned no routing sums "
-                "that depend on its weights. Return those of every MoELayer in ModelOutput.routing, or remove the "
-                "terms from moe.balance."
-            )
-
     def _objective(self, losses: Sequence[Tensor], label_tokens: int, routed_tokens: int) -> Tensor:
         objective = losses[0] / label_tokens
-        for term, loss in zip(self._balance, losses[1:], strict=True):
+        for term, loss in zip(self.balance.terms, losses[1:], strict=True):
             objective = objective + term.coefficient * loss.to(objective.dtype) / routed_tokens
         # The denominators are already those of the whole step; DeepSpeed divides by micro-batches and ranks again.
         return objective * (self.world.size * self.accumulation)
-
-    def _balance_sums(self, routing: Sequence[RoutingSums], fractions: Sequence[Tensor] | None) -> list[Tensor]:
-        """Each balance loss summed over tokens and layers; ``fractions``: the loads of the whole step, by layer."""
-        zero = torch.zeros((), device=self.world.device)
-        loads = [None] * len(routing) if fractions is None else fractions
-        return [
-            sum((balance_loss_sum(term, *layer) for layer in zip(routing, loads, strict=True)), start=zero)
-            for term in self._balance
-        ]
 
     def _finish_micro_batch(self) -> StepOutcome | None:
         self.bridge.set_learning_rate(self.learning_rate)
@@ -250,10 +203,36 @@ class Engine:
             self.global_step += 1
         return outcome
 
-    def _report(self, sums: _StepSums, outcome: StepOutcome, label_tokens: int, routed_tokens: int) -> StepReport:
-        losses, counts_LE, dropped = sums.reduce(self.world, routed_tokens)
+    def _report(
+        self,
+        losses: Tensor,
+        routings: Sequence[Sequence[RoutingSums]],
+        outcome: StepOutcome,
+        label_tokens: int,
+        routed_tokens: int,
+    ) -> StepReport:
+        """Sum up over ranks, and let what follows the load follow it.
+
+        Raises:
+            EngineError: a layer routed other tokens than the micro-batches hold, so its balance loss had a wrong scale.
+        """
+        self.world.everyone.all_reduce(losses)
+        layers = step_totals(routings, self.world)
+        tokens = [int(sums.tokens) for sums in layers]
+        if any(seen != routed_tokens for seen in tokens):
+            raise EngineError(
+                f"the MoE layers routed {tokens} tokens in this step but its micro-batches hold {routed_tokens}; "
+                "train_step needs every MoE layer to see every live token once. Use forward, backward and step with "
+                "balance_loss for such a model."
+            )
+        empty = torch.zeros(0, 0, dtype=torch.int64)
+        counts_LE = torch.stack([sums.counts_E for sums in layers]).cpu() if layers else empty
+        if outcome.applied:
+            self.balance.previous = layers
+            self.update_bias(counts_LE)
         balance: dict[str, float] = {
-            term.loss: loss.item() / max(routed_tokens, 1) for term, loss in zip(self._balance, losses[1:], strict=True)
+            term.loss: loss.item() / max(routed_tokens, 1)
+            for term, loss in zip(self.balance.terms, losses[1:], strict=True)
         }
         return StepReport(
             step=self.global_step,
@@ -265,8 +244,30 @@ class Engine:
             label_tokens=label_tokens,
             routed_tokens=routed_tokens,
             counts_LE=counts_LE,
-            dropped=dropped,
+            dropped_LE=torch.stack([sums.dropped_E for sums in layers]).cpu() if layers else empty,
+            bad_tokens=tuple(int(sums.bad_tokens) for sums in layers),
         )
+
+    def update_bias(self, counts_LE: Tensor) -> None:
+        """Move the selection biases of bias-balanced routers by the load of one optimizer step.
+
+        `train_step` does it by itself. In a loop of one's own, call it on every rank after each optimizer step.
+
+        Args:
+            counts_LE: int64, assignments to each expert of each MoE layer in module order, summed over the step's
+                micro-batches and over all ranks.
+        """
+        biased = [router for router in self._routers if router.bias_state is not None]
+        if not biased:
+            return
+        if len(counts_LE) != len(self._routers):
+            raise EngineError(
+                f"there are counts of {len(counts_LE)} layers but the model has {len(self._routers)} MoE layers, whose "
+                "selection biases follow the counts; return the routing of every MoELayer in ModelOutput.routing, in "
+                "module order."
+            )
+        for router, counts_E in zip(self._routers, counts_LE, strict=True):
+            router.update_bias(counts_E, self.global_step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; for a loop of one's own. Every rank of the expert group calls it equally often."""
@@ -280,20 +281,9 @@ class Engine:
         For a loop of one's own: add it to the micro-batch's loss before `backward`.
 
         Raises:
-            EngineError: a term has the scope ``step``, which needs all micro-batches before the first backward.
+            EngineError: a term has the scope ``step`` or ``previous``, which only `train_step` knows.
         """
-        if self._needs_step_loads:
-            raise EngineError(
-                "moe.balance has a term of scope step: its loads are those of all micro-batches of a step, which must "
-                "be known before the first backward. Use train_step, or scope: micro_batch."
-            )
-        zero = torch.zeros((), device=self.world.device)
-        means = (
-            term.coefficient * balance_loss_sum(term, sums) / sums.tokens.clamp(min=1)
-            for term in self._balance
-            for sums in routing
-        )
-        return sum(means, start=zero)
+        return self.balance.mean(routing)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one micro-batch's loss; averaged over the accumulation steps and over ranks."""
@@ -303,13 +293,6 @@ class Engine:
     def step(self) -> StepOutcome | None:
         """End a micro-batch; after the last one of a step update the weights. None before that. Blocks then."""
         return self._finish_micro_batch()
-
-
-def balance_loss_sum(term: BalanceTerm, sums: RoutingSums, step_fractions_E: Tensor | None = None) -> Tensor:
-    """One balance loss of one layer and micro-batch, summed over its tokens, without its coefficient."""
-    if term.loss == "z":
-        return z_loss_sum(sums)
-    return switch_loss_sum(sums, step_fractions_E if term.scope == "step" else None)
 
 
 def next_token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

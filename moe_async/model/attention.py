@@ -5,12 +5,16 @@ Shape letters: B sequences, S positions, D model width, H query heads, G key-val
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_async.ops.initialise import normal_by_name_
+from moe_async.ops.initialise import Init
+
+QkNorm = Literal["none", "head", "full"]
 
 
 def rotary_tables(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -49,21 +53,34 @@ class Attention(nn.Module):
         heads: query heads.
         kv_heads: key-value heads; divides ``heads``.
         head_dim: width of a head.
-        output_scale: factor on the initial standard deviation of the output projection.
+        init: of the matrices.
+        qk_norm: ``none``; ``head``: RMS norm of each head's queries and keys (Qwen3); ``full``: of all heads' together
+            (OLMoE).
+        norm_eps: of those norms.
     """
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, output_scale: float) -> None:
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, head_dim: int, init: Init, qk_norm: QkNorm, norm_eps: float
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.init_std = (dim**-0.5, output_scale * (heads * head_dim) ** -0.5)
+        self.init, self.qk_norm = init, qk_norm
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.out = nn.Linear(heads * head_dim, dim, bias=False)
+        if qk_norm != "none":
+            widths = (head_dim, head_dim) if qk_norm == "head" else (heads * head_dim, kv_heads * head_dim)
+            self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=norm_eps) for width in widths)
 
     def forward(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor], visible: Tensor | None = None) -> Tensor:
         """Attend to the same and earlier positions of each sequence, or to what ``visible`` (`causal_mask`) says:
         [B, S, D]."""
-        packed = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
-        q, k, v = packed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = self.qkv(x_BSD).split(widths, dim=-1)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (rearrange(part, "b s (h c) -> b h s c", c=self.head_dim) for part in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         attended = functional.scaled_dot_product_attention(
             rotate(q, tables),
             rotate(k, tables),
@@ -75,7 +92,11 @@ class Attention(nn.Module):
         merged: Tensor = self.out(rearrange(attended, "b h s c -> b s (h c)"))
         return merged
 
+    def row_blocks(self) -> dict[str, list[int]]:
+        """Rows of the matrices that a parameter stacks: queries, keys and values."""
+        return {"qkv.weight": [count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads)]}
+
     def reset_parameters(self, seed: int, name: str) -> None:
         """Draw the initial weights from ``seed`` and the module's ``name``."""
-        normal_by_name_(self.qkv.weight.data, std=self.init_std[0], seed=seed, name=f"{name}.qkv.weight")
-        normal_by_name_(self.out.weight.data, std=self.init_std[1], seed=seed, name=f"{name}.out.weight")
+        self.init.fill_(self.qkv.weight, self.qkv.in_features, seed, f"{name}.qkv.weight")
+        self.init.fill_(self.out.weight, self.out.in_features, seed, f"{name}.out.weight", output=True)

@@ -12,6 +12,7 @@ from moe_async.model.transformer import Transformer, TransformerShape
 from moe_async.moe import MoELayer
 from moe_async.moe.classes import classify
 from moe_async.moe.feed_forward import FeedForward
+from moe_async.ops.initialise import Init
 from moe_async.topology import Topology
 
 if TYPE_CHECKING:
@@ -52,15 +53,14 @@ def make_transformer(recipe: Recipe, world: World) -> Transformer:
 
     def make_feed_forward(index: int) -> FeedForward | MoELayer:
         if moe is None or index not in moe_layers:
-            std = (shape.dim**-0.5, shape.output_scale * recipe.model.ffn_dim**-0.5)
-            return FeedForward(shape.dim, recipe.model.ffn_dim, recipe.model.ffn, std)
+            return FeedForward(shape.dim, recipe.model.ffn_dim, recipe.model.ffn, shape.init)
         return _moe_layer(moe, shape, EXPERT_DTYPE[precision], world)
 
     return Transformer(
         shape,
         make_feed_forward,
         autocast_dtype=DENSE_DTYPE[precision],
-        recompute=recipe.train.recompute == "block",
+        recompute=recipe.train.recompute,
     )
 
 
@@ -76,6 +76,14 @@ def transformer_shape(section: ModelSection, tokenizer_vocab: int) -> Transforme
         norm_eps=section.norm_eps,
         rope_theta=section.rope_theta,
         tie_embeddings=section.tie_embeddings,
+        qk_norm=section.qk_norm,
+        init=Init(
+            scale=section.init.scale,
+            std=section.init.std,
+            truncate=section.init.truncate,
+            # So that the residual stream does not grow with depth.
+            output_scale=(2 * section.layers) ** -0.5 if section.init.depth_scaled else 1.0,
+        ),
     )
 
 
@@ -86,11 +94,23 @@ def _moe_layer(moe: MoeSection, shape: TransformerShape, dtype: torch.dtype | No
         moe.top_k,
         moe.expert_dim,
         expert=moe.expert,
-        weights=moe.weights,
+        router=moe.router,
+        zero_experts=moe.zero_experts,
+        expert_bias=moe.expert_bias,
+        expert_dropout=moe.expert_dropout,
         shared_dim=moe.shared_dim,
+        shared_gate=moe.shared_gate,
+        capacity=moe.capacity,
+        device_groups=moe.device_groups or 0,
+        dispatcher=moe.dispatcher,
+        deduplicate=moe.deduplicate,
+        wire=moe.wire,
+        products=moe.products,
+        compile=moe.compile,
         compute_dtype=dtype,
         world=world,
-        output_scale=shape.output_scale,
+        vocab_size=shape.vocab_size,
+        init=shape.init,
     )
 
 
@@ -109,5 +129,5 @@ def count_parameters(recipe: Recipe) -> ParameterCount:
     classes = classify(model)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if classes[name] == "expert")
-    idle = experts * (moe.num_experts - moe.top_k) // moe.num_experts if moe else 0
+    idle = round(experts * (1 - moe.top_k / moe.choices)) if moe else 0
     return ParameterCount(sum(sizes.values()), sum(sizes.values()) - idle)

@@ -9,20 +9,22 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_async.model.attention import Attention, causal_mask, rotary_tables
+from moe_async.model.attention import Attention, QkNorm, causal_mask, rotary_tables
 from moe_async.moe import MoELayer
 from moe_async.moe.feed_forward import FeedForward
-from moe_async.ops.balance import RoutingSums
-from moe_async.ops.initialise import normal_by_name_
+from moe_async.ops.initialise import Init, normal_by_name_
+from moe_async.ops.sums import RoutingSums
 
 EMBEDDING_STD = 0.02
+
+Recompute = Literal["none", "block", "reentrant"]
 
 
 class ModelOutput(NamedTuple):
@@ -46,6 +48,8 @@ class TransformerShape:
         norm_eps: added to the mean square inside RMSNorm.
         rope_theta: base of the rotary frequencies.
         tie_embeddings: the output projection is the embedding.
+        qk_norm: norms of queries and keys.
+        init: how matrices begin.
     """
 
     dim: int
@@ -57,11 +61,8 @@ class TransformerShape:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     tie_embeddings: bool = True
-
-    @property
-    def output_scale(self) -> float:
-        """Factor on the initial outputs of sublayers, so that the residual stream does not grow with depth."""
-        return float((2 * self.layers) ** -0.5)
+    qk_norm: QkNorm = "none"
+    init: Init = Init()  # noqa: RUF009 (immutable)
 
 
 class Block(nn.Module):
@@ -70,12 +71,20 @@ class Block(nn.Module):
     def __init__(self, shape: TransformerShape, feed_forward: FeedForward | MoELayer) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.output_scale)
+        self.attention = Attention(
+            shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.init, shape.qk_norm, shape.norm_eps
+        )
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = feed_forward
 
     def forward(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, token_mask: Tensor | None, visible: Tensor | None
+        self,
+        x_BSD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        tokens_BS: Tensor,
+        token_mask: Tensor | None,
+        visible: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """The residual stream after this block, then the routing sums' tensors if the layer is MoE.
 
@@ -84,7 +93,7 @@ class Block(nn.Module):
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), (cos, sin), visible)
         normed = self.ffn_norm(x_BSD)
         if isinstance(self.ffn, MoELayer):
-            hidden, routing, _ = self.ffn(normed, token_mask)
+            hidden, routing, _ = self.ffn(normed, token_mask, tokens_BS)
             return (x_BSD + hidden, *routing)
         return (x_BSD + self.ffn(normed),)
 
@@ -96,8 +105,10 @@ class Transformer(nn.Module):
         shape: sizes.
         make_feed_forward: makes the feed-forward layer of each index; decides which layers are MoE.
         autocast_dtype: dtype in which dense layers compute; None: the dtype of the parameters.
-        recompute: keep only each block's input for the backward pass and compute the block again there. The choice
-            of experts is kept from the first pass, so a token never changes expert between the two.
+        recompute: ``none``; or keep only each block's input for the backward pass and compute the block again there.
+            ``block`` keeps the choice of experts from the first pass too, so that a token never changes expert between
+            the two. ``reentrant`` is torch's older way, which keeps nothing but the input and relies on the second pass
+            choosing alike.
     """
 
     def __init__(
@@ -106,7 +117,7 @@ class Transformer(nn.Module):
         make_feed_forward: Callable[[int], FeedForward | MoELayer],
         *,
         autocast_dtype: torch.dtype | None = None,
-        recompute: bool = False,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -131,17 +142,19 @@ class Transformer(nn.Module):
             visible = None if token_mask is None else causal_mask(token_mask)
             routing = []
             for block in self.layers:
-                x_BSD, *sums = self._run(block, x_BSD, *tables, token_mask, visible)
+                x_BSD, *sums = self._run(block, x_BSD, *tables, tokens_BS, token_mask, visible)
                 if sums:
                     routing.append(RoutingSums(*sums))
             weight = self.embedding.weight if self.head is None else self.head.weight
             return ModelOutput(functional.linear(self.norm(x_BSD), weight), tuple(routing))
 
     def _run(self, block: nn.Module, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        if self.recompute and torch.is_grad_enabled():
-            outputs: tuple[Tensor, ...] = checkpoint(block, *inputs, use_reentrant=False, context_fn=_keep_selection)
-            return outputs
-        outputs = block(*inputs)
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            outputs: tuple[Tensor, ...] = block(*inputs)
+        elif self.recompute == "reentrant":
+            outputs = checkpoint(block, *inputs, use_reentrant=True)
+        else:
+            outputs = checkpoint(block, *inputs, use_reentrant=False, context_fn=_keep_selection)
         return outputs
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -151,9 +164,11 @@ class Transformer(nn.Module):
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all initial weights from ``seed`` and the parameters' names."""
-        normal_by_name_(self.embedding.weight.data, std=EMBEDDING_STD, seed=seed, name="embedding.weight")
+        init = self.shape.init
+        std = EMBEDDING_STD if init.std is None else init.std
+        normal_by_name_(self.embedding.weight.data, std=std, seed=seed, name="embedding.weight", truncate=init.truncate)
         if self.head is not None:
-            normal_by_name_(self.head.weight.data, std=self.shape.dim**-0.5, seed=seed, name="head.weight")
+            init.fill_(self.head.weight, self.shape.dim, seed, "head.weight")
         for norm in (module for module in self.modules() if isinstance(module, nn.RMSNorm)):
             nn.init.ones_(norm.weight)
         for index, block in enumerate(self.layers):

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import nn
 
 from moe_async.moe.experts import Experts
-from moe_async.moe.router import TopKRouter
+from moe_async.moe.router import Router
 
 ParameterClass = Literal["dense", "router", "expert"]
 
@@ -26,7 +26,7 @@ def classify(model: nn.Module) -> dict[str, ParameterClass]:
     for module in model.modules():
         if isinstance(module, Experts):
             owners.update((id(parameter), "expert") for parameter in module.parameters())
-        elif isinstance(module, TopKRouter):
+        elif isinstance(module, Router):
             owners.update((id(parameter), "router") for parameter in module.parameters())
     return {name: owners.get(id(parameter), "dense") for name, parameter in model.named_parameters()}
 

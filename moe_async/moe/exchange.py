@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moe_async.comm import Group
 from moe_async.ops.permute import regroup_order
@@ -24,14 +25,14 @@ class ExchangePlan:
     Attributes:
         send: rows to each of the P ranks.
         receive: rows from each of the P ranks.
-        rows_per_expert: rows for each of the L experts here.
+        rows_PL: rows from each of the P ranks for each of the L experts here.
         order_R: int64, turns rows sorted by (source, expert) into rows sorted by expert.
         inverse_R: int64, the way back.
     """
 
     send: list[int]
     receive: list[int]
-    rows_per_expert: list[int]
+    rows_PL: list[list[int]]
     order_R: Tensor
     inverse_R: Tensor
 
@@ -53,7 +54,7 @@ def plan_exchange(rows_per_slot: Tensor, group: Group) -> ExchangePlan:
     return ExchangePlan(
         send=send_PL.sum(1).tolist(),
         receive=receive_PL.sum(1).tolist(),
-        rows_per_expert=receive_PL.sum(0).tolist(),
+        rows_PL=receive_PL.tolist(),
         order_R=order_R,
         inverse_R=inverse_R,
     )
@@ -67,3 +68,23 @@ def send_rows(rows_SD: Tensor, plan: ExchangePlan, group: Group) -> Tensor:
 def return_rows(rows_RD: Tensor, plan: ExchangePlan, group: Group) -> Tensor:
     """Carry results back to where their rows came from, in the order sent: [S, D]. Every rank of the group calls it."""
     return group.all_to_all_rows(rows_RD.index_select(0, plan.inverse_R), plan.receive, plan.send)
+
+
+def exchange_sizes(send_P: Tensor, width: int, group: Group) -> tuple[list[int], list[int], int]:
+    """Rows that go to and come from each rank, and the widest rank's number of places for experts in a row.
+
+    Every rank of the group calls it; blocks. Reads the sizes back to the host once. Ranks differ in width when experts
+    choose tokens.
+
+    Args:
+        send_P: int64, rows to each rank.
+        width: K of this rank.
+        group: the expert group.
+    """
+    both_P2 = group.all_to_all_equal(torch.stack([send_P, torch.full_like(send_P, width)], dim=-1))
+    return send_P.tolist(), both_P2[:, 0].tolist(), int(both_P2[:, 1].max())
+
+
+def widened(values_SK: Tensor, width: int, fill: int) -> Tensor:
+    """``values_SK`` with places of ``fill`` behind, up to ``width`` of them."""
+    return functional.pad(values_SK, (0, width - values_SK.shape[-1]), value=fill)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_async.ops.ffn import Activation, feed_forward, input_width
-from moe_async.ops.initialise import normal_by_name_
+from moe_async.ops.ffn import Activation, feed_forward, input_width, is_gated
+from moe_async.ops.initialise import Init
 
 
 class FeedForward(nn.Module):
@@ -19,13 +19,13 @@ class FeedForward(nn.Module):
         dim: model width.
         hidden: hidden width.
         kind: ``swiglu`` or ``gelu``.
-        init_std: standard deviations of the initial first and second weights.
+        init: of the matrices.
     """
 
-    def __init__(self, dim: int, hidden: int, kind: Activation, init_std: tuple[float, float]) -> None:
+    def __init__(self, dim: int, hidden: int, kind: Activation, init: Init) -> None:
         super().__init__()
         self.kind: Activation = kind
-        self.init_std = init_std
+        self.init = init
         self.w_in = nn.Parameter(torch.empty(input_width(kind, hidden), dim))
         self.w_out = nn.Parameter(torch.empty(dim, hidden))
 
@@ -34,7 +34,12 @@ class FeedForward(nn.Module):
         y = feed_forward(x.to(self.w_in.dtype), self.w_in, self.w_out, self.kind)
         return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
+    def row_blocks(self) -> dict[str, list[int]]:
+        """Rows of the matrices that a parameter stacks: gate and up projection."""
+        hidden = self.w_out.shape[1]
+        return {"w_in": [hidden, hidden]} if is_gated(self.kind) else {}
+
     def reset_parameters(self, seed: int, name: str) -> None:
         """Draw the initial weights from ``seed`` and the module's ``name``."""
-        normal_by_name_(self.w_in.data, std=self.init_std[0], seed=seed, name=f"{name}.w_in")
-        normal_by_name_(self.w_out.data, std=self.init_std[1], seed=seed, name=f"{name}.w_out")
+        self.init.fill_(self.w_in, self.w_in.shape[1], seed, f"{name}.w_in")
+        self.init.fill_(self.w_out, self.w_out.shape[1], seed, f"{name}.w_out", output=True)

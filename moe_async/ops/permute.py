@@ -26,21 +26,20 @@ class RowPlan(NamedTuple):
     rows_per_slot_E: Tensor
 
 
-def plan_rows(slots_TK: Tensor, num_slots: int, live_T: Tensor | None) -> RowPlan:
-    """Sort the assignments of live tokens by the slot that they go to.
+def plan_rows(slots_TK: Tensor, num_slots: int, sent_TK: Tensor | None) -> RowPlan:
+    """Sort the assignments that are sent by the slot that they go to.
 
     Args:
         slots_TK: int64, the slot of each assignment.
         num_slots: slots in all (E).
-        live_T: bool, False for tokens that send nothing; None when all are sent.
+        sent_TK: bool, False for assignments that are not sent; None when all are.
     """
-    top_k = slots_TK.shape[-1]
     flat = slots_TK.reshape(-1)
-    if live_T is None:
+    if sent_TK is None:
         assignment_R = torch.argsort(flat, stable=True)
     else:
-        live = live_T.repeat_interleave(top_k).nonzero().squeeze(-1)
-        assignment_R = live[torch.argsort(flat[live], stable=True)]
+        sent = sent_TK.reshape(-1).nonzero().squeeze(-1)
+        assignment_R = sent[torch.argsort(flat[sent], stable=True)]
     return RowPlan(assignment_R, torch.bincount(flat[assignment_R], minlength=num_slots))
 
 

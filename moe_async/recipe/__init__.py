@@ -1,9 +1,11 @@
 """Recipes: the schema, the YAML loader and the DeepSpeed JSON that follows from a recipe. Needs no torch."""
 
-from moe_async.recipe.architecture import BalanceTerm, EveryLayers, ModelSection, MoeSection
+from moe_async.recipe.architecture import ModelSection
 from moe_async.recipe.compare import state_differences
 from moe_async.recipe.deepspeed_config import deepspeed_config
 from moe_async.recipe.loader import dump_recipe, load_recipe, parse_recipe
+from moe_async.recipe.moe import BalanceTerm, CapacitySection, EveryLayers, MoeSection
+from moe_async.recipe.routers import RouterSection, TopKRouter
 from moe_async.recipe.schema import Recipe
 from moe_async.recipe.text import DataSection, SourceEntry
 from moe_async.recipe.training import (
@@ -18,6 +20,7 @@ from moe_async.recipe.training import (
 
 __all__ = [
     "BalanceTerm",
+    "CapacitySection",
     "ClassSection",
     "DataSection",
     "EveryLayers",
@@ -27,9 +30,11 @@ __all__ = [
     "OptimSection",
     "ParallelSection",
     "Recipe",
+    "RouterSection",
     "ScheduleSection",
     "SourceEntry",
     "SyncSection",
+    "TopKRouter",
     "TrainSection",
     "deepspeed_config",
     "dump_recipe",

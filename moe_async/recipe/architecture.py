@@ -1,4 +1,4 @@
-"""The sections that say what the model is: `model` and `moe`.
+"""The section `model`: the dense skeleton.
 
 Each key states its meaning, unit and default. Rules inside one section live here; rules that compare sections live
 in `schema`.
@@ -6,27 +6,39 @@ in `schema`.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator
 
-from moe_async.errors import RecipeError
 from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, statement
+from moe_async.recipe.section import Section
 
 
-class Section(BaseModel):
-    """What all sections share: unknown keys are errors, values are not converted and never change."""
+class InitSection(Section):
+    """How weight matrices begin: normal values around zero. Norms begin at one, biases at zero."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    scale: float = Field(
+        default=1.0,
+        gt=0,
+        description="The standard deviation is the square root of scale / inputs; Switch Transformer has 0.1."
+        " Default: 1.",
+    )
+    std: float | None = Field(
+        default=None,
+        gt=0,
+        description="One standard deviation for all matrices and the embedding instead. Default: null, by scale.",
+    )
+    truncate: float | None = Field(
+        default=None,
+        gt=0,
+        description="Values beyond this many standard deviations are drawn anew; 2 in Switch Transformer, 3 in OLMoE."
+        " Default: null, never.",
+    )
+    depth_scaled: bool = Field(
+        default=True,
+        description="Whether matrices that write into the residual stream begin smaller, by the square root of twice"
+        " the layers. Default: true.",
+    )
 
 
 class ModelSection(Section):
@@ -58,6 +70,12 @@ class ModelSection(Section):
     tie_embeddings: bool = Field(
         default=True, description="Whether the output layer uses the token embedding's weight. Default: true."
     )
+    qk_norm: Literal["none", "head", "full"] = Field(
+        default="none",
+        description="Norm of queries and keys: head, of each head (Qwen3); full, of all heads together (OLMoE)."
+        " Default: none.",
+    )
+    init: InitSection = Field(default=InitSection(), description="How weights begin. Default: by the number of inputs.")
     vocab_size: int | None = Field(
         default=None, gt=0, description="Number of token ids. Default: null, the tokenizer's own number."
     )
@@ -99,133 +117,3 @@ class ModelSection(Section):
             near = alternatives(nearest_multiples(value, 2))
             raise ValueError(f"it must be even for rotary positions. Use head_dim: {near}.")
         return value
-
-
-class EveryLayers(Section):
-    """MoE layers at a fixed distance: offset, offset + every, offset + 2 every, ..."""
-
-    every: int = Field(ge=1, description="Distance between MoE layers; 2 makes each second layer MoE. Required.")
-    offset: int = Field(default=0, ge=0, description="Index of the first MoE layer, from 0. Default: 0.")
-
-
-def _layers_form(value: object) -> str | None:
-    """Tells which of the three forms of `moe.layers` a value has."""
-    if value == "all":
-        return "<word>"
-    if isinstance(value, list):
-        return "<list>"
-    return "<mapping>" if isinstance(value, (dict, EveryLayers)) else None
-
-
-MoeLayers = Annotated[
-    Annotated[Literal["all"], Tag("<word>")]
-    | Annotated[list[Annotated[int, Field(ge=0)]], Tag("<list>")]
-    | Annotated[EveryLayers, Tag("<mapping>")],
-    Discriminator(
-        _layers_form,
-        custom_error_type="layers_form",
-        custom_error_message="it must be all, a list of layer indices, or a mapping such as {every: 2, offset: 1}",
-    ),
-]
-
-
-class BalanceTerm(Section):
-    """One loss that keeps routing even."""
-
-    loss: Literal["switch", "z"] = Field(
-        description="switch: experts times the sum of token share and mean probability, 1 when even;"
-        " z: mean squared log-sum-exp of the router logits. Required."
-    )
-    coefficient: float = Field(ge=0, description="Factor of the loss in the training objective. Required.")
-    scope: Literal["micro_batch", "step"] = Field(
-        default="micro_batch",
-        description="Tokens over which switch takes the load: each micro-batch of each rank, or step: all of an"
-        " optimizer step, which is exactly the loss of one large batch and costs one more forward pass. z is the same"
-        " for both. Default: micro_batch.",
-    )
-
-
-class MoeSection(Section):
-    """Which layers hold experts, how many, and how tokens reach them."""
-
-    layers: MoeLayers = Field(
-        default="all",
-        description="Which transformer layers are MoE: all, a list of indices from 0, or a mapping with"
-        " every and offset. Default: all.",
-    )
-    num_experts: int = Field(ge=1, description="Number of routed experts in each MoE layer. Required.")
-    top_k: int = Field(ge=1, description="Experts that each token goes to, from 1 to num_experts. Required.")
-    expert_dim: int = Field(gt=0, description="Hidden width of one expert, in features. Required.")
-    expert: Literal["swiglu", "gelu", "relu2"] = Field(
-        default="swiglu", description="Kind of the experts: swiglu, gelu, or relu2 (squared ReLU). Default: swiglu."
-    )
-    weights: Literal["normalised", "raw"] = Field(
-        default="normalised",
-        description="How the chosen experts' outputs are weighted: normalised divides the chosen probabilities by"
-        " their sum, raw keeps them. With top_k 1 the raw probability is always kept, because a weight that is"
-        " always 1 would give the router no gradient. Default: normalised.",
-    )
-    shared_dim: int = Field(
-        default=0,
-        ge=0,
-        description="Hidden width of the shared expert that sees every token, in features; 0 means none. Default: 0.",
-    )
-    balance: list[BalanceTerm] = Field(default=[], description="Balance losses, each at most once. Default: none.")
-
-    @field_validator("layers")
-    @classmethod
-    def _layers_differ(cls, value: str | list[int] | EveryLayers) -> str | list[int] | EveryLayers:
-        if not isinstance(value, list):
-            return value
-        if not value:
-            raise ValueError("it names no layer. List at least one, or set moe: null for a dense model.")
-        twice = [index for index, count in Counter(value).items() if count > 1]
-        if twice:
-            raise ValueError(f"it names layer {twice[0]} more than once. Name each layer once.")
-        return value
-
-    @field_validator("top_k")
-    @classmethod
-    def _top_k_fits(cls, value: int, info: ValidationInfo) -> int:
-        experts = info.data.get("num_experts", value)
-        if value > experts:
-            raise ValueError(
-                f"it must be from 1 to moe.num_experts, which is {experts}."
-                f" Use top_k: {experts} at most, or num_experts: {value} at least."
-            )
-        return value
-
-    @field_validator("balance")
-    @classmethod
-    def _losses_differ(cls, value: list[BalanceTerm]) -> list[BalanceTerm]:
-        for loss, count in Counter(term.loss for term in value).items():
-            if count > 1:
-                raise statement(
-                    f"moe.balance has {count} terms with loss {loss}; each loss may appear once."
-                    " Keep one and add up the coefficients."
-                )
-        return value
-
-    def moe_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Gives the indices of the MoE layers of a model with `num_layers` layers, in ascending order.
-
-        Raises:
-            RecipeError: if an index lies outside the model, or no layer is left.
-        """
-        if isinstance(self.layers, EveryLayers):
-            chosen = tuple(range(self.layers.offset, num_layers, self.layers.every))
-            if not chosen:
-                raise RecipeError(
-                    f"moe.layers.offset is {self.layers.offset} but model.layers is {num_layers}; no layer"
-                    f" would be MoE. Use an offset from 0 to {num_layers - 1}."
-                )
-            return chosen
-        if isinstance(self.layers, list):
-            outside = [index for index in self.layers if index >= num_layers]
-            if outside:
-                raise RecipeError(
-                    f"moe.layers names layer {alternatives(outside)} but model.layers is {num_layers};"
-                    f" use indices from 0 to {num_layers - 1}."
-                )
-            return tuple(sorted(self.layers))
-        return tuple(range(num_layers))

@@ -10,7 +10,26 @@ from moe_async.recipe.schema import Recipe
 # The entries that say what saved weights and optimizer state mean; an empty list stands for the whole section.
 _STATE_ENTRIES: Mapping[str, Sequence[str]] = {
     "model": (),
-    "moe": ("layers", "num_experts", "top_k", "expert_dim", "expert", "weights", "shared_dim"),
+    "moe": (
+        "layers",
+        "num_experts",
+        "zero_experts",
+        "top_k",
+        "router.kind",
+        "router.bias",
+        "router.score",
+        "router.softmax",
+        "router.weights",
+        "router.scale",
+        "router.groups",
+        "router.apply",
+        "router.freeze",
+        "expert_dim",
+        "expert",
+        "expert_bias",
+        "shared_dim",
+        "shared_gate",
+    ),
     "optim": ("kind", "momentum", "betas"),
 }
 
@@ -35,4 +54,8 @@ def state_differences(saved: Recipe, given: Recipe) -> list[str]:
 def _entries(recipe: Recipe, section: str) -> dict[str, Any]:
     """Gives a section's entries; an absent section has none."""
     content = getattr(recipe, section)
-    return {} if content is None else content.model_dump()
+    entries: dict[str, Any] = {} if content is None else content.model_dump()
+    if "router" in entries:
+        router = entries.pop("router")
+        entries |= {f"router.{name}": value for name, value in router.items()}
+    return entries

@@ -15,7 +15,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 STATEMENT = "statement"
-UNION_TAGS = ("<word>", "<list>", "<mapping>")  # pydantic puts them into locations; people need not see them
+UNION_KIND = "union_kind"
+"""The type of error of a union whose forms have a key ``kind``; its context lists the ``kinds``."""
+_TAG_MARK = "\0"  # no key that a person writes begins with it
 
 _RULES: dict[str, str] = {
     "int_type": "it must be a whole number",
@@ -42,6 +44,11 @@ _RULES: dict[str, str] = {
 def statement(text: str) -> PydanticCustomError:
     """Gives an error whose text is a whole sentence already, with its paths and values in it."""
     return PydanticCustomError(STATEMENT, "{text}", {"text": text})
+
+
+def union_tag(name: str) -> str:
+    """Gives the tag of one form of a union. Pydantic puts tags into locations, where people need not see them."""
+    return _TAG_MARK + name
 
 
 def alternatives(values: Iterable[object]) -> str:
@@ -86,13 +93,15 @@ def describe_errors(error: ValidationError, model: type[BaseModel], raw: object)
 
 def _describe(details: ErrorDetails, model: type[BaseModel], raw: object) -> str:
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
-    loc = [part for part in details["loc"] if part not in UNION_TAGS]
+    loc = [part for part in details["loc"] if not _is_tag(part)]
     path = _dotted(loc, raw)
-    owner, field = _owner_and_field(model, loc)
+    owner, field = _owner_and_field(model, details["loc"])
     if kind == STATEMENT:
         return details["msg"]
     if kind == "extra_forbidden":
         return _describe_unknown_key(path, str(loc[-1]), owner)
+    if kind == UNION_KIND and isinstance(given, Mapping):
+        return _describe_unknown_kind(path, given.get("kind"), context["kinds"].split(", "))
     if kind == "missing":
         return _describe_missing(path, field)
     if kind == "value_error":
@@ -113,6 +122,12 @@ def _describe_unknown_key(path: str, key: str, owner: type[BaseModel]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     repair = f"Did you mean {near[0]}?" if near else f"The keys of {place} are: {', '.join(known)}."
     return f"{path} is not a known key. {repair}"
+
+
+def _describe_unknown_kind(path: str, kind: object, kinds: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(kind), kinds, n=1, cutoff=0.5)
+    repair = f" Did you mean {near[0]}?" if near else ""
+    return f"{path}.kind is {shown(kind)}; it must be one of {alternatives(kinds)}.{repair}"
 
 
 def _repair(kind: str, context: Mapping[str, Any], value: object, field: FieldInfo | None) -> str:
@@ -178,14 +193,32 @@ def _child(node: object, part: int | str) -> object:
     return None
 
 
+def _is_tag(part: int | str) -> bool:
+    return isinstance(part, str) and part.startswith(_TAG_MARK)
+
+
 def _owner_and_field(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
     """Gives the section class that holds the last part of a location, and the field it is; None for a list's entry."""
     field = None
     for depth, part in enumerate(loc):
+        if _is_tag(part):
+            continue
         field = model.model_fields.get(part) if isinstance(part, str) else None
-        if field is not None and depth < len(loc) - 1:
-            model = next(_models_in(field.annotation), model)
+        rest = loc[depth + 1 :]
+        if field is not None and any(not _is_tag(later) for later in rest):
+            model = _model_of(field.annotation, str(rest[0]), model)
     return model, field
+
+
+def _model_of(annotation: object, tag: str, otherwise: type[BaseModel]) -> type[BaseModel]:
+    """Gives the model inside an annotation: of several, the one whose ``kind`` the tag names."""
+    models = list(_models_in(annotation))
+    named = [
+        model
+        for model in models
+        if "kind" in model.model_fields and union_tag(model.model_fields["kind"].default) == tag
+    ]
+    return next(iter([*named, *models]), otherwise)
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:

@@ -13,9 +13,11 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
 from moe_async.errors import RecipeError
-from moe_async.recipe.architecture import ModelSection, MoeSection, Section
+from moe_async.recipe.architecture import ModelSection
 from moe_async.recipe.deepspeed_config import refused_options
 from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, statement
+from moe_async.recipe.moe import MoeSection
+from moe_async.recipe.section import Section
 from moe_async.recipe.text import DataSection
 from moe_async.recipe.training import (
     LogSection,
@@ -25,7 +27,17 @@ from moe_async.recipe.training import (
     TrainSection,
 )
 
-_USUAL_COEFFICIENT = {"switch": 0.1, "z": 0.01}
+_USUAL_COEFFICIENT = {
+    "switch": (0.001, 0.1),
+    "gshard": (0.001, 0.1),
+    "importance": (0.001, 0.1),
+    "load": (0.001, 0.1),
+    "z": (0.0001, 0.01),
+    "sequence": (0.0001, 0.01),
+    "device": (0.001, 0.1),
+    "communication": (0.001, 0.1),
+}
+"""The usual range of each balance loss's coefficient."""
 
 
 class Recipe(Section):
@@ -82,12 +94,27 @@ class Recipe(Section):
                 f"parallel.expert is {value.expert} but moe is null; a dense model has no experts to spread."
                 " Use expert: 1, or add a moe section."
             )
+        if moe is not None and moe.dispatcher == "local" and value.expert > 1:
+            raise statement(
+                f"moe.dispatcher is local but parallel.expert is {value.expert}, so most experts are elsewhere. Use"
+                " dispatcher: auto, or expert: 1."
+            )
         if moe is not None and moe.num_experts % value.expert:
             experts = alternatives(nearest_multiples(moe.num_experts, value.expert))
             ranks = alternatives(nearest_divisors(moe.num_experts, value.expert))
             raise statement(
                 f"moe.num_experts is {moe.num_experts} but parallel.expert is {value.expert}; the experts"
                 f" must divide evenly over the expert ranks. Use {experts} experts, or expert: {ranks}."
+            )
+        return value
+
+    @field_validator("optim")
+    @classmethod
+    def _muon_needs_whole_matrices(cls, value: OptimSection, info: ValidationInfo) -> OptimSection:
+        if value.kind == "muon" and "parallel" in info.data and info.data["parallel"].zero:
+            raise statement(
+                f"optim.kind is muon but parallel.zero is {info.data['parallel'].zero}; Muon needs whole matrices,"
+                " which ZeRO 1 and 2 cut into pieces. Use zero: 0, or kind: adamw."
             )
         return value
 
@@ -130,13 +157,21 @@ class Recipe(Section):
 
     def warnings(self) -> list[str]:
         """Gives a sentence for each entry that is allowed but outside what is usual."""
-        terms = self.moe.balance if self.moe else []
-        return [
-            f"moe.balance.{index}.coefficient is {term.coefficient:g} for {term.loss}; usual are 0.001 to 0.1 for"
-            " switch and 0.0001 to 0.01 for z. A large one outweighs the language-model loss."
-            for index, term in enumerate(terms)
-            if term.coefficient > _USUAL_COEFFICIENT[term.loss]
-        ]
+        sentences = []
+        for index, term in enumerate(self.moe.balance if self.moe else []):
+            low, high = _USUAL_COEFFICIENT[term.loss]
+            effect = "outweighs the language-model loss" if term.coefficient > high else "changes next to nothing"
+            if term.coefficient and not low <= term.coefficient <= high:
+                sentences.append(
+                    f"moe.balance.{index}.coefficient is {term.coefficient:g} for {term.loss}; usual are {low:g} to"
+                    f" {high:g}. Such a value {effect}."
+                )
+        if self.moe and self.moe.router.compute == "bfloat16":
+            sentences.append(
+                "moe.router.compute is bfloat16, in which many tokens go to other experts than their scores say. It"
+                " exists to show that; use float32 for anything else."
+            )
+        return sentences
 
     def micro_batch_size(self, world_size: int) -> int:
         """Gives the number of sequences in one micro-batch on one of `world_size` ranks.

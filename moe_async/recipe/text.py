@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from moe_async.recipe.architecture import Section
+from moe_async.recipe.section import Section
 
 BuiltinDomain = Literal["python", "english", "cpp", "maths"]
 BUILTIN_DOMAINS: tuple[BuiltinDomain, ...] = ("python", "english", "cpp", "maths")

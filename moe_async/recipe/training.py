@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from moe_async.recipe.architecture import Section
 from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, statement
+from moe_async.recipe.section import Section
 
 
 class ParallelSection(Section):
@@ -79,7 +79,11 @@ class ClassSection(Section):
 class OptimSection(Section):
     """The optimizer, its clipping and its learning-rate schedule."""
 
-    kind: Literal["adamw", "sgd"] = Field(default="adamw", description="Optimizer. Default: adamw.")
+    kind: Literal["adamw", "sgd", "muon"] = Field(
+        default="adamw",
+        description="Optimizer. muon: torch.optim.Muon for each matrix of experts and dense layers on its own, AdamW"
+        " for all else; needs parallel.zero 0. Default: adamw.",
+    )
     lr: float = Field(gt=0, description="Highest learning rate. Required.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95),
@@ -87,7 +91,13 @@ class OptimSection(Section):
         description="adamw: decay rates of the first and second moment, a list of two. Default: [0.9, 0.95].",
     )
     eps: float = Field(default=1e-8, gt=0, description="adamw: added to the denominator. Default: 1e-8.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="sgd: momentum. Default: 0.")
+    momentum: float = Field(
+        default=None,
+        validate_default=True,
+        ge=0,
+        lt=1,
+        description="sgd and muon: momentum. Default: 0 for sgd, 0.95 for muon.",
+    )
     weight_decay: float = Field(
         default=0.1,
         ge=0,
@@ -103,6 +113,13 @@ class OptimSection(Section):
     router: ClassSection = Field(default=ClassSection(), description="Routers.")
     expert: ClassSection = Field(default=ClassSection(), description="Routed experts.")
 
+    @field_validator("momentum", mode="before")
+    @classmethod
+    def _fill_momentum(cls, value: object, info: ValidationInfo) -> object:
+        if value is None:
+            return 0.95 if info.data.get("kind") == "muon" else 0.0
+        return value
+
 
 class TrainSection(Section):
     """How long, in which batches and in which precision the model trains."""
@@ -117,11 +134,18 @@ class TrainSection(Section):
         description="selective: experts compute in bfloat16, all else in float32; bf16: dense layers compute in"
         " bfloat16 too; float32 and float64: everything. The router computes in float32 or more. Default: selective.",
     )
-    recompute: Literal["none", "block"] = Field(
+    recompute: Literal["none", "block", "reentrant"] = Field(
         default="none",
-        description="block: the backward pass computes each layer's activations again, to save memory. Default: none.",
+        description="block: the backward pass computes each layer's activations again, to save memory; reentrant: the"
+        " same in torch's older way, which keeps less and cannot hold on to the choice of experts. Default: none.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of parameters and of random choices. Default: 0.")
+    max_bad_steps: int = Field(
+        default=20,
+        ge=1,
+        description="Steps in a row whose loss or gradient is not finite, each of which is skipped, before the run"
+        " stops and names the layer. Default: 20.",
+    )
     eval_every: int = Field(
         default=0,
         ge=0,

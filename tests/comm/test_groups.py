@@ -103,7 +103,14 @@ def no_communication(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a group of one rank communicates")
 
-    for name in ("all_reduce", "all_to_all_single", "broadcast_object_list", "all_gather_object", "new_group"):
+    for name in (
+        "all_reduce",
+        "all_to_all_single",
+        "all_gather",
+        "broadcast_object_list",
+        "all_gather_object",
+        "new_group",
+    ):
         monkeypatch.setattr(dist, name, refuse)
 
 
@@ -117,8 +124,9 @@ def test_a_group_of_one_rank_communicates_nothing(no_communication):
     assert group.gather_objects({"a": 1}) == [{"a": 1}] and group.broadcast_object("b") == "b"
     rows = torch.ones(2, 3, requires_grad=True)
     assert group.all_to_all_rows(rows, [2], [2]) is rows and group.all_to_all_equal(tensor) is tensor
+    assert group.all_gather_rows(rows, [2]) is rows
     group.barrier()
-    assert group.clock.seconds == 0.0
+    assert group.meter.seconds == 0.0 and group.meter.bytes_sent == 0
 
 
 def test_a_world_of_one_rank(no_communication):
@@ -180,11 +188,31 @@ def exchanged(group, rank, send, dtype):
     return {"received": received.detach(), "grad": rows.grad}
 
 
+def gathered(group, rank, sizes, dtype):
+    """As `exchanged`, but every rank gets the rows of all."""
+    rows = (torch.arange(sizes[rank])[:, None] + torch.tensor([100.0 * rank, 0.5])).to(dtype).requires_grad_()
+    received = group.all_gather_rows(rows, sizes)
+    ((rank + 1) * received.sum()).backward()
+    return {"received": received.detach(), "grad": rows.grad}
+
+
+def bytes_of(group, function, *args):
+    """What a call makes the meter count."""
+    before = group.meter.bytes_sent
+    function(*args)
+    return group.meter.bytes_sent - before
+
+
 def refusals(group):
     messages = []
     for send, receive in (([1, 1], [1, 1]), ([3], [3]), ([1, 2], [3])):
         try:
             group.all_to_all_rows(torch.zeros(3, 2), send, receive)
+        except CommunicationError as error:
+            messages.append(str(error))
+    for sizes in ([3], [3, 3, 3], [4, 4]):
+        try:
+            group.all_gather_rows(torch.zeros(3, 2), sizes)
         except CommunicationError as error:
             messages.append(str(error))
     try:
@@ -200,7 +228,7 @@ def everything(rank):
     result = {
         "ranks": (world.everyone.ranks, world.expert.ranks, world.expert_data.ranks),
         "indices": (world.everyone.index, world.expert.index, world.expert_data.index),
-        "places": (world.rank, world.local_rank, world.size, world.everyone.clock is world.expert_data.clock),
+        "places": (world.rank, world.local_rank, world.size, world.everyone.meter is world.expert_data.meter),
         "ops": [group.all_reduce(torch.tensor([rank + 1.0, -rank]), op).tolist() for op in ("sum", "min", "max")],
         "buckets": {limit: reduced_in_buckets(group, rank, limit) for limit in (1, 5, 100)},
         "equal": group.all_to_all_equal(torch.tensor([[rank, 0], [rank, 1]])).tolist(),
@@ -209,12 +237,20 @@ def everything(rank):
         "bfloat16": exchanged(group, rank, SEND, torch.bfloat16),
         "empty": exchanged(group, rank, [[0, 0], [0, 0]], torch.float32),
         "to one": exchanged(group, rank, [[0, 2], [0, 0]], torch.float32),
+        "all": gathered(group, rank, [1, 2], torch.float32),
+        "all bfloat16": gathered(group, rank, [1, 2], torch.bfloat16),
+        "all of one": gathered(group, rank, [2, 0], torch.float32),
+        "bytes": {
+            "equal": bytes_of(group, group.all_to_all_equal, torch.zeros(2, 3, dtype=torch.int64)),
+            "uneven": bytes_of(group, exchanged, group, rank, SEND, torch.bfloat16),
+            "all": bytes_of(group, group.all_gather_rows, torch.zeros(rank + 1, 2), [1, 2]),
+        },
         "refusals": refusals(group),
         "gathered": group.gather_objects({"rank": rank, "names": ["x"] * rank}),
         "broadcast": group.broadcast_object({"from": rank} if rank == 0 else None),
     }
     group.barrier()
-    return result | {"waited": world.everyone.clock.seconds > 0}
+    return result | {"waited": world.everyone.meter.seconds > 0}
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +313,26 @@ def test_no_rows_at_all_and_rows_to_one_rank_only(results):
     assert first["grad"].tolist() == [[2.0, 2.0]] * 2 and second["grad"].shape == (0, 2)
 
 
+def test_rows_of_all_ranks_and_their_gradient(results):
+    for result in results:
+        assert result["all"]["received"].tolist() == [[0.0, 0.5], [100.0, 0.5], [101.0, 1.5]]
+        # The losses of both ranks take every row, with the factors 1 and 2.
+        assert torch.equal(result["all"]["grad"], torch.full_like(result["all"]["grad"], 3.0))
+        assert result["all of one"]["received"].tolist() == [[0.0, 0.5], [1.0, 1.5]]
+        for name in ("received", "grad"):
+            assert result["all bfloat16"][name].dtype == torch.bfloat16
+            assert_close(result["all bfloat16"][name], result["all"][name])
+    assert [result["all"]["grad"].shape for result in results] == [(1, 2), (2, 2)]
+    assert results[0]["all of one"]["grad"].tolist() == [[3.0, 3.0]] * 2
+    assert results[1]["all of one"]["grad"].shape == (0, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bytes_sent_to_the_other_rank_are_counted(results, rank):
+    # Half of 6 integers; rows of two bfloat16, there (two from rank 0, none from rank 1) and back; two padded rows.
+    assert results[rank]["bytes"] == {"equal": 24, "uneven": 2 * 4, "all": 2 * 2 * 4}
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_objects_of_all_ranks(results, rank):
     assert results[rank]["gathered"] == [{"rank": 0, "names": []}, {"rank": 1, "names": ["x"]}]
@@ -286,7 +342,10 @@ def test_objects_of_all_ranks(results, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sizes_that_do_not_fit_say_so(results, rank):
     *sizes, world = results[rank]["refusals"]
-    assert len(sizes) == 3
+    assert len(sizes) == 6
+    sizes, gathers = sizes[:3], sizes[3:]
     for message, given in zip(sizes, ("send sizes [1, 1]", "send sizes [3]", "receive sizes [3]"), strict=True):
         assert "3 rows" in message and given in message and "group of 2" in message and "one entry per rank" in message
+    for message, given in zip(gathers, ("[3]", "[3, 3, 3]", "[4, 4]"), strict=True):
+        assert f"3 rows with sizes {given} as rank {rank} in a group of 2" in message
     assert "the topology has 1 ranks but the running process group has 2" in world

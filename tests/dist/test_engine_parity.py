@@ -175,7 +175,11 @@ def test_scope_step_is_exactly_the_loss_of_one_large_batch(world_size):
     by_rank = run_ranks(world_size, step_scope, world_size)
     cases = [case for case in STEP_CASES if case[0] <= world_size]
     for index, (_, _, precision, _) in enumerate(cases):
-        check([results[index] for results in by_rank], expected, torch.float64 if precision == "float64" else torch.float32)
+        check(
+            [results[index] for results in by_rank],
+            expected,
+            torch.float64 if precision == "float64" else torch.float32,
+        )
     # The two scopes are different losses, so the check can fail.
     assert abs(expected[1][0][1] - reference(0.3)[1][0][1]) > 1e-2
 

@@ -140,7 +140,10 @@ def wrong_calls(rank):
     messages.append(str(error.value))
     with pytest.raises(EngineError) as error:
         make_engine(0, precision="float64").bridge.__class__(
-            build_model(small_recipe()).double(), recipe.optim, {"zero_optimization": {"stage": 1}}, make_world(Topology(2, 2, 4))
+            build_model(small_recipe()).double(),
+            recipe.optim,
+            {"zero_optimization": {"stage": 1}},
+            make_world(Topology(2, 2, 4)),
         )
     messages.append(str(error.value))
 
@@ -170,8 +173,12 @@ def wrong_calls(rank):
 
 def plain_data_parallelism(rank):
     """With experts on every rank, a model built without a world fits every rank."""
-    recipe = small_recipe(parallel={"expert": 1, "zero": 1}, train={"steps": 10, "global_batch": 4, "precision": "float32"})
-    return initialize(build_model(recipe), recipe, make_world(Topology(2, 1, 4))).train_step([micro_batch(rank)]).applied
+    recipe = small_recipe(
+        parallel={"expert": 1, "zero": 1}, train={"steps": 10, "global_batch": 4, "precision": "float32"}
+    )
+    return (
+        initialize(build_model(recipe), recipe, make_world(Topology(2, 1, 4))).train_step([micro_batch(rank)]).applied
+    )
 
 
 def test_data_parallelism_takes_a_model_of_one_process():
@@ -186,8 +193,8 @@ def test_wrong_calls_say_what_to_do():
         "in the middle of a step. After backward, finish the step with step()",
         "built for the expert group of ranks [0] but rank 0 is in [0, 1]",
         "--set parallel.zero=0 for float64",
-        "scope step: its loads are those of all micro-batches",
-        "the balance losses switch, z have no gradient",
+        "a term of scope step or previous: its loads are those of all micro-batches",
+        "the balance loss switch has no gradient",
         "the MoE layers routed [22] tokens in this step but its micro-batches hold 24",
     )
     for messages in run_ranks(2, wrong_calls):

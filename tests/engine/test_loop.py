@@ -7,45 +7,66 @@ import torch
 
 from moe_async.comm import World
 from moe_async.engine import loop
-from moe_async.engine.loop import MAX_SKIPPED, Trainer
-from moe_async.engine.step import StepReport
+from moe_async.engine.loop import Trainer
+from moe_async.engine.step import MicroBatch, StepReport
 from moe_async.errors import EngineError
+from moe_async.model import build_model
 from moe_async.observe import LoadWindow
+from tests.helpers.small import SMALL, small_recipe
+
+MAX_BAD = 5
+TOKENS = torch.arange(12).view(2, 6)
 
 
 class StubEngine:
     """Steps that are applied, or not, as told."""
 
-    def __init__(self, applied):
-        self.applied, self.steps, self.global_step = list(applied), len(applied), 0
+    def __init__(self, applied, module):
+        self.applied, self.steps, self.global_step, self.module = list(applied), len(applied), 0, module
 
     def train_step(self, batches):
         applied = self.applied[self.global_step]
         self.global_step += 1
         return StepReport(
             step=self.global_step, lm_loss=1.0, balance={}, learning_rate=0.1, grad_norm=1.0, applied=applied,
-            label_tokens=100, routed_tokens=100, counts_LE=torch.ones(1, 2, dtype=torch.int64), dropped=0,
+            label_tokens=100, routed_tokens=100, counts_LE=torch.ones(1, 2, dtype=torch.int64),
+            dropped_LE=torch.zeros(1, 2, dtype=torch.int64), bad_tokens=(0 if applied else 4,),
         )  # fmt: skip
 
 
-def trainer_of(applied):
+def trainer_of(applied, module=None):
     trainer = Trainer.__new__(Trainer)
-    trainer.engine, trainer.world, trainer.hooks = StubEngine(applied), World(), []
+    trainer.recipe = small_recipe(train=SMALL["train"] | {"max_bad_steps": MAX_BAD})
+    module = module or build_model(trainer.recipe)
+    trainer.engine, trainer.world, trainer.hooks = StubEngine(applied, module), World(), []
     trainer.stop = SimpleNamespace(agreed=lambda world: False)
     trainer.load = LoadWindow(0)
     trainer.tokens = trainer.dropped = trainer.skipped = 0
     trainer._warm, trainer._timed_tokens, trainer._timed_seconds = False, 0, 0.0
-    trainer._next_batches = list
+    trainer._next_batches = lambda: [MicroBatch(TOKENS, TOKENS)]
     return trainer
 
 
 def test_gives_up_after_many_skipped_steps_in_a_row():
-    trainer = trainer_of([False] * MAX_SKIPPED)
-    with pytest.raises(EngineError, match=f"{MAX_SKIPPED} steps in a row were skipped.*lower optim.lr"):
+    trainer = trainer_of([False] * MAX_BAD)
+    with pytest.raises(EngineError, match=rf"{MAX_BAD} steps in a row were skipped.*step {MAX_BAD}, .*Lower optim\.lr"):
         trainer.run()
-    broken = [False] * (MAX_SKIPPED - 1)
+    broken = [False] * (MAX_BAD - 1)
     recovered = trainer_of([*broken, True, *broken])
-    assert recovered.run() and recovered.skipped == 2 * (MAX_SKIPPED - 1)
+    assert recovered.run() and recovered.skipped == 2 * (MAX_BAD - 1)
+
+
+def test_giving_up_names_the_first_module_with_such_numbers_and_the_routers_that_saw_them():
+    model = build_model(small_recipe())
+    model.layers[1].ffn.check_finite = False  # as `initialize` does
+    with torch.no_grad():
+        model.layers[0].ffn.w_out[3, 2] = float("nan")
+    with pytest.raises(EngineError) as error:
+        trainer_of([False] * MAX_BAD, model).run()
+    assert "not finite are in the output of layers.0.ffn. Routers that saw such numbers: layer 1." in str(error.value)
+    with pytest.raises(EngineError) as error:
+        trainer_of([False] * MAX_BAD).run()
+    assert "The first numbers" not in str(error.value)
 
 
 def test_the_first_step_is_not_timed(monkeypatch):

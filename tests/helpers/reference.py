@@ -65,7 +65,7 @@ def naive_moe(
         logits = router @ x[t]
         probs = torch.exp(logits - logits.max()) / torch.exp(logits - logits.max()).sum()
         chosen = naive_choice(probs, top_k)
-        total = sum(probs[e] for e in chosen) if rule == "normalised" and top_k > 1 else 1.0
+        total = sum(probs[e] for e in chosen) if rule == "normalised" else 1.0
         y = torch.zeros_like(x[t])
         for e in chosen:
             y = y + probs[e] / total * naive_expert(x[t], weights["experts.w_in"][e], weights["experts.w_out"][e], kind)
@@ -200,7 +200,7 @@ def naive_top_k_weights(logits: Tensor, top_k: int, rule: str) -> tuple[list[int
     """One token's experts, best first, and their weights [K]."""
     probs = torch.exp(logits - logits.max()) / torch.exp(logits - logits.max()).sum()
     chosen = naive_choice(probs, top_k)
-    total = sum(probs[e] for e in chosen) if rule == "normalised" and top_k > 1 else 1.0
+    total = sum(probs[e] for e in chosen) if rule == "normalised" else 1.0
     return chosen, torch.stack([probs[e] / total for e in chosen])
 
 

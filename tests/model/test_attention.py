@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_async.model.attention import Attention, rotary_tables, rotate
-from moe_async.ops.initialise import normal_by_name_
+from moe_async.ops.initialise import Init, normal_by_name_
 from tests.helpers.numerics import assert_close
 from tests.helpers.reference import naive_attention, naive_rotary
 
@@ -21,7 +21,7 @@ def random(*shape, seed=0):
 
 
 def attention_of(heads, kv_heads):
-    layer = Attention(DIM, heads, kv_heads, WIDTH, output_scale=0.5).double()
+    layer = Attention(DIM, heads, kv_heads, WIDTH, Init(output_scale=0.5), "none", 1e-5).double()
     layer.reset_parameters(seed=1, name="attention")
     return layer
 
@@ -136,7 +136,7 @@ def test_order_matters():
 
 
 def test_initial_weights_follow_from_names():
-    layer = Attention(DIM, 4, 2, WIDTH, output_scale=0.5)
+    layer = Attention(DIM, 4, 2, WIDTH, Init(output_scale=0.5), "none", 1e-5)
     layer.reset_parameters(seed=5, name="layers.3.attention")
     qkv, out = torch.empty(8 * WIDTH, DIM), torch.empty(DIM, 4 * WIDTH)
     normal_by_name_(qkv, std=DIM**-0.5, seed=5, name="layers.3.attention.qkv.weight")

@@ -98,7 +98,9 @@ def test_which_layers_are_moe(layers, expected):
 def test_the_entries_of_the_recipe_reach_the_layers():
     recipe = small_recipe(
         model=SMALL["model"] | {"ffn": "gelu", "norm_eps": 0.5, "rope_theta": 77.0, "head_dim": 6, "kv_heads": 1},
-        moe=SMALL["moe"] | {"top_k": 3, "expert": "gelu", "weights": "raw", "shared_dim": 5, "expert_dim": 7},
+        moe=SMALL["moe"]
+        | {"top_k": 3, "expert": "gelu", "shared_dim": 5, "expert_dim": 7}
+        | {"router": {"kind": "topk", "weights": "raw"}},
     )
     model = build_model(recipe)
     dense, moe = model.layers[0].ffn, model.layers[1].ffn
@@ -107,7 +109,9 @@ def test_the_entries_of_the_recipe_reach_the_layers():
     assert moe.experts.w_in.shape == (4, 7, 8) and moe.shared.w_in.shape == (5, 8)
     assert model.norm.eps == model.layers[0].ffn_norm.eps == model.layers[1].attention_norm.eps == 0.5
     assert model.shape.rope_theta == 77.0 and model.layers[0].attention.qkv.weight.shape == ((4 + 2) * 6, 8)
-    assert not model.recompute and build_model(small_recipe(train=SMALL["train"] | {"recompute": "block"})).recompute
+    assert model.recompute == "none"
+    for way in ("block", "reentrant"):
+        assert build_model(small_recipe(train=SMALL["train"] | {"recompute": way})).recompute == way
 
 
 def test_the_vocabulary_is_the_tokenizers_own_unless_given():

@@ -9,7 +9,7 @@ from torch.nn import functional
 from moe_async.comm import World
 from moe_async.errors import TopologyError
 from moe_async.moe import MoELayer
-from moe_async.ops.balance import switch_loss_sum, z_loss_sum
+from moe_async.ops.balance import switch_loss, z_loss
 from moe_async.topology import Topology
 from tests.helpers.numerics import assert_all_close, assert_close
 from tests.helpers.reference import naive_moe, naive_switch_loss, naive_z_loss
@@ -24,17 +24,27 @@ def layer_and_weights(dtype=torch.float64, **options):
     return layer, weights
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-@pytest.mark.parametrize("rule", ["normalised", "raw"])
+@pytest.mark.parametrize(
+    ("top_k", "given", "rule"),
+    [
+        (1, None, "raw"),
+        (1, "raw", "raw"),
+        (2, None, "normalised"),
+        *((k, rule, rule) for k in (2, 4) for rule in ("normalised", "raw")),
+    ],
+)
 @pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu2"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_equals_naive_loop(top_k, rule, kind, masked):
-    layer, weights = layer_and_weights(top_k=top_k, weights=rule, expert=kind, shared_dim=6)
+def test_equals_naive_loop(top_k, given, rule, kind, masked):
+    router = None if given is None else {"kind": "topk", "weights": given}
+    layer, weights = layer_and_weights(top_k=top_k, router=router, expert=kind, shared_dim=6)
     x = torch.randn(2, TOKENS // 2, DIM, dtype=torch.float64).requires_grad_()
     x_ref = x.detach().clone().requires_grad_()
     mask = (torch.arange(TOKENS).view(2, -1) % 3 != 0) if masked else None
 
-    hidden, routing, _ = layer(x, mask)
+    hidden, rows, _ = layer(x, mask)
+    routing = rows.total()
+    assert rows.counts_E.shape == (2, EXPERTS) and rows.z_sum.shape == rows.tokens.shape == (2,)
     flat_mask = None if mask is None else mask.reshape(-1)
     expected, naive = naive_moe(x_ref.reshape(TOKENS, DIM), weights, top_k, rule, kind, flat_mask)
 
@@ -46,7 +56,7 @@ def test_equals_naive_loop(top_k, rule, kind, masked):
     assert routing.entropy_sum.item() == pytest.approx(naive.entropy_sum, rel=1e-12)
 
     direction = torch.randn_like(hidden)
-    loss = (hidden * direction).sum() + (0.3 * switch_loss_sum(routing) + 0.1 * z_loss_sum(routing)) / naive.tokens
+    loss = (hidden * direction).sum() + 0.3 * switch_loss(routing) + 0.1 * z_loss(routing)
     balance = 0.3 * naive_switch_loss(naive, top_k) + 0.1 * naive_z_loss(naive)
     loss_ref = (expected * direction.view(TOKENS, DIM)).sum() + balance
     assert_close(loss, loss_ref)
@@ -68,13 +78,18 @@ def test_hand_written_example():
     hidden, routing, selection = layer(torch.tensor([[10.0]], dtype=torch.float64))
     # softmax(ln 3, 0) = (3/4, 1/4): expert 0 with its raw probability; gelu(10) = 10.
     assert hidden.item() == pytest.approx(0.75 * 2 * 10, rel=1e-6)
-    assert routing.counts_E.tolist() == [1, 0] and selection.tolist() == [[0]]
+    assert routing.total().counts_E.tolist() == [1, 0] and selection.tolist() == [[0]]
 
 
 def test_top_1_router_learns_from_the_task_loss():
-    layer, _ = layer_and_weights(top_k=1, weights="normalised")
+    layer, _ = layer_and_weights(top_k=1)
     layer(torch.randn(TOKENS, DIM, dtype=torch.float64)).hidden.sum().backward()
     assert layer.router.weight.grad.norm() > 0
+
+
+def test_a_top_1_router_that_would_learn_nothing_is_refused():
+    with pytest.raises(TopologyError, match=r"over one expert the weight is always 1.*Use weights: raw"):
+        layer_and_weights(top_k=1, router={"kind": "topk", "weights": "normalised"})
 
 
 def test_equal_scores_pick_the_lowest_index():
@@ -97,8 +112,9 @@ def test_unused_experts_get_zero_gradients_and_not_none():
 def test_fewer_tokens_than_experts(tokens):
     layer, _ = layer_and_weights(shared_dim=4)
     x = torch.randn(tokens, DIM, dtype=torch.float64, requires_grad=True)
-    hidden, routing, _ = layer(x)
-    (hidden.sum() + switch_loss_sum(routing) + z_loss_sum(routing)).backward()
+    hidden, rows, _ = layer(x)
+    routing = rows.total()
+    (hidden.sum() + switch_loss(routing) + z_loss(routing)).backward()
     assert hidden.shape == x.shape and routing.counts_E.sum() == 2 * tokens
     for parameter in layer.parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all()
@@ -114,7 +130,7 @@ def test_masked_tokens_change_nothing():
     assert torch.equal(with_padding.hidden[6:], torch.zeros(3, DIM, dtype=torch.float64))
     for name in plain.routing._fields:
         assert_close(getattr(with_padding.routing, name), getattr(plain.routing, name), torch.float64, name)
-    (with_padding.hidden[:6].sum() + z_loss_sum(with_padding.routing)).backward()
+    (with_padding.hidden[:6].sum() + z_loss(with_padding.routing.total())).backward()
     assert padded.grad.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
 
 
@@ -123,7 +139,7 @@ def test_replayed_selection_is_taken():
     x = torch.randn(4, DIM, dtype=torch.float64)
     recorded = torch.tensor([[3, 2]] * 4)
     replayed = layer(x, selection=recorded)
-    assert replayed.routing.counts_E.tolist() == [0, 0, 4, 4] and torch.equal(replayed.selection, recorded)
+    assert replayed.routing.total().counts_E.tolist() == [0, 0, 4, 4] and torch.equal(replayed.selection, recorded)
     first = layer(x)
     assert torch.equal(layer(x, selection=first.selection).hidden, first.hidden)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from moe_async.ops.ffn import activate, expert_loop, feed_forward, input_width
+from moe_async.ops.ffn import ExpertWeights, activate, expert_loop, feed_forward, input_width
 from tests.helpers.numerics import assert_close
 from tests.helpers.reference import naive_expert, naive_expert_rows
 
@@ -63,7 +63,7 @@ def test_the_loop_equals_one_row_at_a_time_including_gradients(kind, sizes):
     case = random_case(len(sizes), sum(sizes), kind)
     twins = [value.detach().clone().requires_grad_() for value in case]
     actual, expected = (
-        expert_loop(case[0], sizes, *case[1:], kind),
+        expert_loop(case[0], sizes, ExpertWeights(*case[1:]), kind),
         naive_expert_rows(twins[0], sizes, *twins[1:], kind),
     )
     assert_close(actual, expected)
@@ -79,7 +79,8 @@ def test_experts_without_rows_get_zeros_and_never_none(sizes):
     x, w_in, w_out = random_case(len(sizes), sum(sizes), "swiglu")
     # One tensor an expert, as leaves: each of them must take part.
     firsts, seconds = ([w.detach().requires_grad_() for w in stack] for stack in (w_in, w_out))
-    expert_loop(x, sizes, torch.stack(firsts), torch.stack(seconds), "swiglu").sum().backward()
+    weights = ExpertWeights(torch.stack(firsts), torch.stack(seconds))
+    expert_loop(x, sizes, weights, "swiglu").sum().backward()
     for size, first, second in zip(sizes, firsts, seconds, strict=True):
         for weight in (first, second):
             assert weight.grad is not None and (weight.grad.norm() > 0) == (size > 0)
@@ -87,21 +88,23 @@ def test_experts_without_rows_get_zeros_and_never_none(sizes):
 
 def test_rows_of_one_expert_do_not_reach_another():
     x, w_in, w_out = random_case(2, 4, "swiglu")
-    before = expert_loop(x, [2, 2], w_in, w_out, "swiglu")
+    weights = ExpertWeights(w_in, w_out)
+    before = expert_loop(x, [2, 2], weights, "swiglu")
     changed = torch.cat([x[:2], 7 * x[2:]])
-    assert torch.equal(expert_loop(changed, [2, 2], w_in, w_out, "swiglu")[:2], before[:2])
+    assert torch.equal(expert_loop(changed, [2, 2], weights, "swiglu")[:2], before[:2])
 
 
 def test_the_dtype_of_rows_is_kept():
     case = [value.detach().bfloat16() for value in random_case(2, 4, "gelu")]
-    assert expert_loop(case[0], [1, 3], *case[1:], "gelu").dtype == torch.bfloat16
+    assert expert_loop(case[0], [1, 3], ExpertWeights(*case[1:]), "gelu").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 2], [4], [1, 1, 2]], ids=str)
 def test_sizes_that_do_not_fit_are_refused(sizes):
     x, w_in, w_out = random_case(2, 4, "gelu")
+    weights = ExpertWeights(w_in, w_out)
     if sum(sizes) == 4 and len(sizes) == 2:
-        assert expert_loop(x, sizes, w_in, w_out, "gelu").shape == (4, DIM)
+        assert expert_loop(x, sizes, weights, "gelu").shape == (4, DIM)
     else:
         with pytest.raises((RuntimeError, ValueError)):
-            expert_loop(x, sizes, w_in, w_out, "gelu")
+            expert_loop(x, sizes, weights, "gelu")

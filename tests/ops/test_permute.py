@@ -10,13 +10,15 @@ TOKENS, TOP_K, SLOTS, DIM = 9, 2, 5, 4
 
 
 def random_case(tokens=TOKENS, top_k=TOP_K, seed=0):
-    """Different slots for each token, input, weights, and a mask that leaves a third out."""
+    """Different slots for each token, input, weights, and what is sent: two thirds of the tokens, three quarters of
+    their assignments."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, SLOTS, generator=generator)
     slots = scores.argsort(-1)[:, :top_k]
     x = torch.randn(tokens, DIM, generator=generator, dtype=torch.float64)
     weights = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
-    return slots, x, weights, torch.arange(tokens) % 3 != 1
+    live = (torch.arange(tokens) % 3 != 1)[:, None]
+    return slots, x, weights, live & (torch.arange(tokens * top_k).view(tokens, top_k) % 4 != 1)
 
 
 def test_a_plan_by_hand():
@@ -25,9 +27,12 @@ def test_a_plan_by_hand():
     plan = plan_rows(slots, 4, None)
     assert plan.assignment_R.tolist() == [1, 2, 3, 5, 0, 4]
     assert plan.rows_per_slot_E.tolist() == [2, 2, 2, 0]
-    masked = plan_rows(slots, 4, torch.tensor([True, False, True]))
+    masked = plan_rows(slots, 4, torch.tensor([[True, True], [False, False], [True, True]]))
     assert masked.assignment_R.tolist() == [1, 5, 0, 4]
     assert masked.rows_per_slot_E.tolist() == [1, 1, 2, 0]
+    dropped = plan_rows(slots, 4, torch.tensor([[True, False], [True, True], [False, True]]))
+    assert dropped.assignment_R.tolist() == [2, 3, 5, 0]
+    assert dropped.rows_per_slot_E.tolist() == [1, 2, 1, 0]
 
 
 def test_taking_and_merging_by_hand():
@@ -48,35 +53,35 @@ def test_regrouping_by_hand():
     assert regroup_order(torch.zeros(2, 3, dtype=torch.int64)).tolist() == []
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all live", "masked"])
+@pytest.mark.parametrize("partly", [False, True], ids=["all sent", "some sent"])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_a_plan_equals_the_naive_one(top_k, masked):
-    slots, _, _, mask = random_case(top_k=top_k)
-    live = mask if masked else None
-    plan = plan_rows(slots, SLOTS, live)
+def test_a_plan_equals_the_naive_one(top_k, partly):
+    slots, _, _, some = random_case(top_k=top_k)
+    sent = some if partly else None
+    plan = plan_rows(slots, SLOTS, sent)
     expected = [
         t * top_k + k
         for slot in range(SLOTS)
         for t in range(TOKENS)
         for k in range(top_k)
-        if slots[t, k] == slot and (live is None or live[t])
+        if slots[t, k] == slot and (sent is None or sent[t, k])
     ]
     assert plan.assignment_R.tolist() == expected
     sizes = [sum(slots.reshape(-1)[a].item() == slot for a in expected) for slot in range(SLOTS)]
     assert plan.rows_per_slot_E.dtype == torch.int64 and plan.rows_per_slot_E.tolist() == sizes
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all live", "masked"])
+@pytest.mark.parametrize("partly", [False, True], ids=["all sent", "some sent"])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_a_round_trip_is_the_weighted_sum_including_gradients(top_k, masked):
-    slots, x, weights, mask = random_case(top_k=top_k)
-    live = mask if masked else None
+def test_a_round_trip_is_the_weighted_sum_including_gradients(top_k, partly):
+    slots, x, weights, some = random_case(top_k=top_k)
+    sent = some if partly else torch.ones_like(some)
     x.requires_grad_()
     weights.requires_grad_()
     x_twin, weights_twin = (value.detach().clone().requires_grad_() for value in (x, weights))
     scale = torch.arange(1.0, SLOTS + 1, dtype=torch.float64)
 
-    plan = plan_rows(slots, SLOTS, live)
+    plan = plan_rows(slots, SLOTS, sent if partly else None)
     rows = take_rows(x, plan.assignment_R, top_k, x.dtype)
     # Each expert multiplies by its own number.
     done = rows * scale.repeat_interleave(plan.rows_per_slot_E)[:, None]
@@ -84,9 +89,10 @@ def test_a_round_trip_is_the_weighted_sum_including_gradients(top_k, masked):
 
     expected = torch.stack(
         [
-            sum(weights_twin[t, k] * scale[slots[t, k]] * x_twin[t] for k in range(top_k))
-            if live is None or live[t]
-            else torch.zeros(DIM, dtype=torch.float64)
+            sum(
+                (weights_twin[t, k] * scale[slots[t, k]] * x_twin[t] for k in range(top_k) if sent[t, k]),
+                start=torch.zeros(DIM, dtype=torch.float64),
+            )
             for t in range(TOKENS)
         ]
     )
@@ -99,8 +105,8 @@ def test_a_round_trip_is_the_weighted_sum_including_gradients(top_k, masked):
 
 
 def test_derivatives_equal_finite_differences():
-    slots, x, weights, mask = random_case(tokens=3)
-    plan = plan_rows(slots, SLOTS, mask[:3])
+    slots, x, weights, sent = random_case(tokens=3)
+    plan = plan_rows(slots, SLOTS, sent)
 
     def layer(x, weights):
         return merge_rows(take_rows(x, plan.assignment_R, TOP_K, x.dtype) ** 2, plan.assignment_R, weights)
@@ -132,7 +138,7 @@ def test_bfloat16_rows_are_merged_in_the_dtype_of_the_weights():
 def test_tokens_that_send_nothing_get_zeros_and_no_gradient():
     slots, x, weights, _ = random_case()
     x.requires_grad_()
-    plan = plan_rows(slots, SLOTS, torch.zeros(TOKENS, dtype=torch.bool))
+    plan = plan_rows(slots, SLOTS, torch.zeros(TOKENS, TOP_K, dtype=torch.bool))
     assert plan.assignment_R.shape == (0,) and plan.rows_per_slot_E.tolist() == [0] * SLOTS
     rows = take_rows(x, plan.assignment_R, TOP_K, torch.float64)
     merged = merge_rows(rows, plan.assignment_R, weights)

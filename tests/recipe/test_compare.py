@@ -17,8 +17,13 @@ def test_entries_that_change_the_meaning_of_weights_and_moments():
         "moe.top_k was 2 and is 1",
         "optim.kind was 'sgd' and is 'adamw'",
     ]
+    rule = small_recipe(moe=SMALL["moe"] | {"router": {"kind": "topk", "weights": "raw"}})
+    (difference,) = state_differences(small_recipe(), rule)
+    assert difference == "moe.router.weights was None and is 'raw'"
+    noisy = small_recipe(moe=SMALL["moe"] | {"router": {"kind": "topk", "jitter": 0.1}})
+    assert state_differences(small_recipe(), noisy) == []
     dense = state_differences(small_recipe(), small_recipe(moe=None))
-    assert "moe.num_experts was 4 and is None" in dense and len(dense) == 7
+    assert "moe.num_experts was 4 and is None" in dense and len(dense) == 15
 
 
 def test_lengths_rates_batches_and_coefficients_may_differ():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from moe_async.errors import RecipeError
-from moe_async.recipe import EveryLayers, MoeSection, Recipe, SourceEntry
+from moe_async.recipe import EveryLayers, MoeSection, Recipe, SourceEntry, TopKRouter
+from moe_async.recipe.routers import ROUTERS
 from tests.helpers.small import SMALL, small_recipe
 from tests.recipe.minimal import error_of, load_minimal, write_recipe
 
@@ -21,13 +23,17 @@ def test_a_minimal_recipe_gets_every_default(tmp_path: Path) -> None:
     assert (recipe.model.kv_heads, recipe.model.head_dim, recipe.model.vocab_size) == (4, 16, None)
     assert recipe.moe is not None
     assert recipe.moe.moe_layers(4) == (0, 1, 2, 3)
-    assert (recipe.moe.weights, recipe.moe.shared_dim, recipe.moe.balance) == ("normalised", 0, [])
+    assert isinstance(recipe.moe.router, TopKRouter)
+    assert (recipe.moe.router.weights, recipe.moe.shared_dim, recipe.moe.balance) == (None, 0, [])
+    assert (recipe.moe.zero_experts, recipe.moe.capacity, recipe.moe.device_groups) == (0, None, None)
+    assert (recipe.moe.dispatcher, recipe.moe.wire, recipe.moe.products) == ("auto", "compute", "auto")
     assert (recipe.parallel.expert, recipe.parallel.zero, recipe.sync.inside) == (1, 1, "blocking")
     assert (recipe.optim.lr, recipe.optim.betas, recipe.optim.clip) == (3e-4, (0.9, 0.95), 1.0)
     assert (recipe.optim.schedule.kind, recipe.optim.schedule.warmup) == ("cosine", 0)
     assert [entry.domain for entry in recipe.data.source] == ["python", "english", "cpp", "maths"]
     assert (recipe.data.seq_len, recipe.data.heldout, recipe.data.tokenizer) == (256, 0.05, "bytes")
     assert (recipe.train.accumulation, recipe.train.precision, recipe.train.recompute) == (1, "selective", "none")
+    assert recipe.train.max_bad_steps == 20
     assert (recipe.log.dir, recipe.log.every, recipe.log.sample_tokens) == ("runs", 10, 160)
     assert recipe.deepspeed == {}
 
@@ -43,17 +49,27 @@ def sections_of(model: type[BaseModel]) -> set[type[BaseModel]]:
     """Gives a model class and all model classes inside its schema's fields."""
     found = {model}
     for field in model.model_fields.values():
-        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+        for part in parts_of(field.annotation):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 found |= sections_of(part)
     return found
 
 
+def parts_of(annotation: object) -> Iterator[object]:
+    """Gives an annotation and all that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from parts_of(part)
+
+
 def test_every_key_has_a_description_that_states_its_default() -> None:
-    sections: set[type[BaseModel]] = {*sections_of(Recipe), SourceEntry, EveryLayers}
+    sections = sections_of(Recipe)
+    assert {SourceEntry, EveryLayers, *ROUTERS.values()} <= sections
     for section in sections:
         assert section.__doc__
         for key, field in section.model_fields.items():
+            if key == "kind" and section in ROUTERS.values():
+                continue  # it tells which of the sections this one is
             description = field.description or ""
             whole_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
             assert "Default: " in description or "Required." in description or whole_section, (section, key)
@@ -151,6 +167,15 @@ ONE_ERROR: list[tuple[str, list[str]]] = [
     ("moe.layers={every: 1, ofset: 2}", ["moe.layers.ofset is not a known key", "Did you mean offset?"]),
     ("moe.layers={every: 2, offset: 4}", ["moe.layers.offset is 4 but model.layers is 4", "from 0 to 3"]),
     ("moe.balance=[{loss: z, coefficient: -1}]", ["moe.balance.0.coefficient is -1", "0 or more"]),
+    ("moe.weights=raw", ["moe.weights is not a known key", "The keys of moe are: layers, num_experts"]),
+    ("moe.router=switch", ["moe.router is 'switch'", "a mapping whose kind is one of switch, topk"]),
+    ("moe.router.kind=topq", ["moe.router.kind is 'topq'", "one of switch, topk", "Did you mean topk?"]),
+    ("moe.router.weihgts=raw", ["moe.router.weihgts is not a known key", "Did you mean weights?"]),
+    ("moe.router.weights=rwa", ["moe.router.weights is 'rwa'", "'normalised' or 'raw'", "Did you mean raw?"]),
+    (
+        "moe={num_experts: 8, top_k: 1, expert_dim: 64, router: {weights: normalised}}",
+        ["moe.top_k is 1 but the weights of moe.router are normalised", "always 1", "Use weights: raw"],
+    ),
     (
         "moe.balance=[{loss: z, coefficient: 1}, {loss: z, coefficient: 2}]",
         ["moe.balance has 2 terms with loss z", "Keep one"],
@@ -317,10 +342,22 @@ def test_a_recipe_made_in_python_obeys_the_same_rules() -> None:
     assert Recipe.model_validate({**data, "parallel": {"expert": 2}}).name is None
 
 
+@pytest.mark.parametrize("router", ["{}", "{weights: raw}", "{kind: switch}", "{kind: topk}"])
+def test_one_expert_per_token_takes_every_other_rule(tmp_path: Path, router: str) -> None:
+    recipe = load_minimal(tmp_path, "moe.top_k=1", f"moe.router={router}")
+
+    assert recipe.moe is not None and recipe.moe.top_k == 1
+
+
 def test_unusual_coefficients_are_allowed_and_warned_of():
     usual = [{"loss": "switch", "coefficient": 0.1}, {"loss": "z", "coefficient": 0.01}]
     assert small_recipe(moe=SMALL["moe"] | {"balance": usual}).warnings() == []
     assert small_recipe(moe=None).warnings() == []
     large = [{"loss": "switch", "coefficient": 0.9}, {"loss": "z", "coefficient": 0.1}]
     first, second = small_recipe(moe=SMALL["moe"] | {"balance": large}).warnings()
-    assert first.startswith("moe.balance.0.coefficient is 0.9 for switch") and "0.1 for z" in second
+    assert first.startswith("moe.balance.0.coefficient is 0.9 for switch; usual are 0.001 to 0.1")
+    assert "0.1 for z; usual are 0.0001 to 0.01" in second
+    assert all("outweighs the language-model loss" in sentence for sentence in (first, second))
+    small = [{"loss": "switch", "coefficient": 1e-4}, {"loss": "z", "coefficient": 0.0}]
+    (only,) = small_recipe(moe=SMALL["moe"] | {"balance": small}).warnings()
+    assert only.startswith("moe.balance.0.coefficient is 0.0001 for switch") and "changes next to nothing" in only
