@@ -13,6 +13,7 @@ from collections.abc import Sequence
 TOOLS = {
     "evaluate": "held-out loss of a checkpoint in bits per byte",
     "local_ranks": "ranks to start on this machine for a recipe",
+    "selective_precision": "the selective-precision experiment, as one table",
 }
 
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = given[0].replace("-", "_") if given else ""
     if name not in TOOLS:
         asked = given and given[0] in ("-h", "--help")
-        lines = ["usage: moe-async TOOL ...", "", *(f"  {tool:<14}{text}" for tool, text in TOOLS.items())]
+        lines = ["usage: moe-async TOOL ...", "", *(f"  {tool:<22}{text}" for tool, text in TOOLS.items())]
         print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     tool = importlib.import_module(f"moe_async.tools.{name}")
