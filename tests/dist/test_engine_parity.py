@@ -41,11 +41,23 @@ def copies(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def train(rank, world_size, expert_parallel, stage, precision, accumulation, clip, recompute, scope="micro_batch"):
+def train(
+    rank,
+    world_size,
+    expert_parallel,
+    stage,
+    precision,
+    accumulation,
+    clip,
+    recompute,
+    scope="micro_batch",
+    loads="auto",
+):
     """Three steps over the same four micro-batches a step, however they are dealt to ranks."""
     recipe = small_recipe(
         moe={
             **SMALL["moe"],
+            "step_loads": loads,
             "balance": [{"loss": "switch", "coefficient": 0.5, "scope": scope}, {"loss": "z", "coefficient": 0.1}],
         },
         parallel={"expert": expert_parallel, "zero": stage},
@@ -157,14 +169,17 @@ def test_recomputation_with_expert_parallelism_equals_the_reference():
     check(run_ranks(2, recomputed, 2), reference(0.3), torch.float64)
 
 
-STEP_CASES = [(2, 0, "float64", "none"), (2, 0, "float64", "block"), (1, 0, "float64", "none"), (2, 1, "float32", "none"),
-              (2, 2, "float32", "block")]  # fmt: skip
+STEP_CASES = [
+    (2, 0, "float64", "none", "count"), (2, 0, "float64", "block", "keep"), (1, 0, "float64", "none", "keep"),
+    (2, 1, "float32", "none", "count"), (2, 1, "float32", "none", "keep"), (2, 2, "float32", "block", "count"),
+    (2, 2, "float32", "reentrant", "keep"),
+]  # fmt: skip
 
 
 def step_scope(rank, world_size):
     return [
-        train(rank, world_size, expert, stage, precision, 4 // world_size, 0.3, recompute, "step")
-        for expert, stage, precision, recompute in STEP_CASES
+        train(rank, world_size, expert, stage, precision, 4 // world_size, 0.3, recompute, "step", loads)
+        for expert, stage, precision, recompute, loads in STEP_CASES
         if expert <= world_size
     ]
 
@@ -174,7 +189,7 @@ def test_scope_step_is_exactly_the_loss_of_one_large_batch(world_size):
     expected = reference(0.3, "step")
     by_rank = run_ranks(world_size, step_scope, world_size)
     cases = [case for case in STEP_CASES if case[0] <= world_size]
-    for index, (_, _, precision, _) in enumerate(cases):
+    for index, (_, _, precision, _, _) in enumerate(cases):
         check(
             [results[index] for results in by_rank],
             expected,
