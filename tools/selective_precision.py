@@ -113,17 +113,28 @@ def measure(run: Path) -> dict[str, float]:
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """The figures as a Markdown table: means over seeds, with the standard deviation where there are several."""
+    """The figures as a Markdown table: means over seeds, with the standard deviation where there are several.
+
+    Seeds differ in weights and text order, and more than precisions do; so losses are also compared seed by seed with
+    the first variant's.
+    """
+    first = next(iter(results))
     lines = [
-        "| precision | held-out bits per byte | tokens with other experts than float32 | ties |",
-        "|---|---|---|---|",
+        f"| precision | held-out bits per byte | against {first}, same seed | tokens with other experts | ties |",
+        "|---|---|---|---|---|",
     ]
     for variant, rows in results.items():
         bits = [row["heldout_bits_per_byte"] for row in rows]
-        spread = f" ± {stdev(bits):.4f}" if len(bits) > 1 else ""
+        differences = [own - row["heldout_bits_per_byte"] for own, row in zip(bits, results[first], strict=True)]
+        against = "-" if variant == first else _with_spread(differences, "+.4f")
         shares = [f"{100 * mean(row[key] for row in rows):.3f} %" for key in ("differing", "ties")]
-        lines.append(f"| {variant} | {mean(bits):.4f}{spread} | {shares[0]} | {shares[1]} |")
+        lines.append(f"| {variant} | {_with_spread(bits, '.4f')} | {against} | {shares[0]} | {shares[1]} |")
     return "\n".join(lines)
+
+
+def _with_spread(values: Sequence[float], form: str) -> str:
+    spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{spread}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -59,7 +59,12 @@ def test_a_run_that_fails_is_reported(tmp_path, monkeypatch, capsys):
     assert "ended with code 3:\nno accelerator today" in capsys.readouterr().err
 
 
-def test_the_table_has_means_and_spreads():
-    rows = [{"heldout_bits_per_byte": bits, "differing": 0.01, "ties": 0.002} for bits in (2.0, 2.2)]
-    table = selective_precision.table({"one": rows, "two": rows[:1]})
-    assert "| one | 2.1000 ± 0.1414 | 1.000 % | 0.200 % |" in table and "| two | 2.0000 |" in table
+def test_the_table_has_means_spreads_and_differences_seed_by_seed():
+    def rows(*bits):
+        return [{"heldout_bits_per_byte": value, "differing": 0.01, "ties": 0.002} for value in bits]
+
+    table = selective_precision.table({"one": rows(2.0, 2.2), "two": rows(2.1, 2.3)})
+    assert "against one, same seed" in table
+    assert "| one | 2.1000 ± 0.1414 | - | 1.000 % | 0.200 % |" in table
+    assert "| two | 2.2000 ± 0.1414 | +0.1000 ± 0.0000 | 1.000 % | 0.200 % |" in table
+    assert "| one | 2.0000 | - |" in selective_precision.table({"one": rows(2.0)})
