@@ -3,15 +3,16 @@
     python tools/selective_precision.py recipes/experiments/selective-precision.yaml --seeds 3
     moe-async selective-precision recipes/experiments/selective-precision.yaml --seeds 1 --ranks 1 --json
 
-Each variant is one training run (`deepspeed`, two ranks); runs that are finished already are not made again. Then every
-model reads the held-out text once more: for each token and MoE layer its experts are compared with those that the same
-weights choose for the same input in float32.
+Each variant is one training run (`deepspeed`, expert-parallel over its ranks); runs of that name that are finished
+already are not made again, unfinished ones are made anew. Then every model reads the held-out text once more: for each
+token and MoE layer its experts are compared with those that the same weights choose for the same input in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from moe_async import build_model
-from moe_async.data import heldout_batches, load_corpus, make_tokenizer
+from moe_async.data import IGNORED_LABEL, heldout_batches, load_corpus, make_tokenizer
 from moe_async.engine.checkpoint import load_weights
 from moe_async.engine.checkpoint_folder import MANIFEST, read_manifest
 from moe_async.engine.run_folder import resumed_run
@@ -47,19 +48,27 @@ def train_variants(recipe: Path, folder: Path, seeds: int, ranks: int) -> dict[s
     """Make the runs that are not there yet; the run folders of each variant, by seed.
 
     Raises:
-        MoeAsyncError: a run ended with an error.
+        MoeAsyncError: a run ended with an error, or the recipe's tokens take all experts.
     """
     runs: dict[str, list[Path]] = {}
-    name = load_recipe(recipe).name
+    loaded = load_recipe(recipe)
+    name, moe = loaded.name, loaded.moe
+    if moe is None or moe.top_k == moe.num_experts or moe.router.kind != "topk":
+        raise MoeAsyncError(
+            f"{recipe} has no top-k router that leaves experts out, so there is no choice to compare. Use one with "
+            "moe.router.kind topk and top_k below num_experts."
+        )
     for variant, (precision, router) in VARIANTS.items():
         for seed in range(seeds):
             run = f"{name}-{precision}-{router}-router-{seed}"
             runs.setdefault(variant, []).append(folder / run)
             if (folder / run / "summary.json").is_file():
                 continue
+            # What is left of an interrupted run; a second run of its name would go to another folder.
+            shutil.rmtree(folder / run, ignore_errors=True)
             entries = [
                 f"name={run}", f"log.dir={folder}", f"train.precision={precision}", f"moe.router.compute={router}",
-                f"train.seed={seed}", f"data.seed={seed}",
+                f"train.seed={seed}", f"data.seed={seed}", f"parallel.expert={ranks}",
             ]  # fmt: skip
             options = [part for entry in entries for part in ("--set", entry)]
             place = ["--num_gpus", str(ranks), "--master_port", str(_free_port())]
@@ -93,15 +102,17 @@ def measure(run: Path) -> dict[str, float]:
     load_weights(checkpoint, model)
     found: list[Agreement] = []
 
-    def compare(router: Router, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        reference = functional.linear(inputs[0].float(), router.weight)
-        found.append(routing_agreement(router.logits(inputs[0].float()), reference, router.top_k))
+    def compare(router: Router, inputs: tuple[Any, ...], options: dict[str, Any], output: tuple[Any, ...]) -> None:
+        x = inputs[0].float() if options["live_T"] is None else inputs[0].float()[options["live_T"]]
+        reference = functional.linear(x, router.weight)
+        found.append(routing_agreement(router.logits(x), reference, router.top_k))
 
     for module in model.modules():
         if isinstance(module, Router):
-            module.register_forward_hook(compare)
+            module.register_forward_hook(compare, with_kwargs=True)
     for batch in heldout_batches(corpus, recipe.data.seq_len, rank=0, world_size=1, batch_size=16):
-        model(batch.tokens)
+        live = batch.labels != IGNORED_LABEL
+        model(batch.tokens, None if live.all() else live)
     tokens = sum(one.tokens for one in found)
     summary = json.loads((run / "summary.json").read_text())
     return {

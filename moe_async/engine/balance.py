@@ -45,6 +45,7 @@ class BalanceLosses:
         self.terms: tuple[BalanceTerm, ...] = tuple(moe.balance) if moe else ()
         self.device = device
         self.previous: list[RoutingSums] | None = None
+        self.zero_experts = moe.zero_experts if moe else 0
         self._functions = [_loss_function(term, moe) for term in self.terms] if moe else []
         self._loads = moe.step_loads if moe else "auto"
 
@@ -62,7 +63,7 @@ class BalanceLosses:
 
         Args:
             routing: the micro-batch's sums, by layer.
-            step: the totals of the whole step, by layer, where a term needs them.
+            step: the totals of the whole step, by layer, where a term needs them; None: the micro-batch alone.
 
         Raises:
             EngineError: a loss trains nothing in some layer. The model is the same on every rank, so all fail alike.
@@ -81,8 +82,7 @@ class BalanceLosses:
     ) -> Tensor:
         if term.scope == "sequence":
             return sequence_share(loss, sums)
-        if term.scope == "step" and term.loss != "z":
-            assert step is not None
+        if term.scope == "step" and term.loss != "z" and step is not None:
             return step_share(loss, sums, step[layer])
         if term.scope == "previous" and term.loss != "z" and self.previous is not None:
             return step_share(loss, sums, self.previous[layer])
@@ -131,7 +131,7 @@ def _loss_function(term: BalanceTerm, moe: MoeSection) -> Loss:
         return partial(device_loss, num_experts=moe.num_experts, device_groups=groups)
     if term.loss == "communication":
         limit = getattr(moe.router, "groups", None)
-        reach = min(moe.top_k, groups)
+        reach = min(moe.top_k, groups + (moe.zero_experts > 0))
         if limit is not None and limit.number == groups:
             reach = min(reach, limit.keep)
         return partial(communication_loss, num_experts=moe.num_experts, device_groups=groups, reach=reach)

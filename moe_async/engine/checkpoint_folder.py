@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_async.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d+)")
 

@@ -23,8 +23,9 @@ def find_non_finite(
 ) -> str:
     """Where a step's numbers stop being finite, as a phrase; empty when they all are.
 
-    Runs the step's forward passes again and looks at every module's output; then its backward passes and looks at the
-    gradients. Every rank calls it with equally many micro-batches; blocks. Weights and gradients stay as they are.
+    Runs the step's forward passes again without gradients and looks at every module's output; then, one micro-batch at
+    a time and without recomputation, its backward passes, and looks at the parameters' gradients. Every rank calls it
+    with equally many micro-batches; blocks. Weights and gradients stay as they are.
 
     Args:
         module: the model.
@@ -32,26 +33,40 @@ def find_non_finite(
         loss: the training loss of a model output.
         world: this rank's view of the launch.
     """
-    outputs, names = [], _Names()
-    with names.recording(module):
+    names, good_losses = _Names(), True
+    with names.recording(module), torch.no_grad():
         for batch in micro_batches:
-            outputs.append(module(batch.tokens, batch.token_mask))
-    found = _earliest(world, names.first)
-    if found:
+            good_losses &= bool(loss(module(batch.tokens, batch.token_mask), batch).isfinite())
+    if found := _earliest(world, names.first):
         return f"the output of {found}"
-    losses = [loss(output, batch) for output, batch in zip(outputs, micro_batches, strict=True)]
-    if any(world.everyone.gather_objects(not all(bool(one.isfinite()) for one in losses))):
+    if not all(world.everyone.gather_objects(good_losses)):
         return "the loss"
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     first: tuple[int, str] | None = None
-    for one in losses:
-        gradients = torch.autograd.grad(one, list(parameters.values()), allow_unused=True)
-        # Backward runs from the last layer to the first, so the last parameter with a bad gradient is where it began.
-        for place, (name, gradient) in enumerate(zip(reversed(parameters), reversed(gradients), strict=True)):
-            if gradient is not None and not gradient.isfinite().all() and (first is None or place < first[0]):
-                first = (place, name)
+    with _without_recomputation(module):
+        for batch in micro_batches:
+            objective = loss(module(batch.tokens, batch.token_mask), batch)
+            gradients = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
+            # Backward runs from the last layer to the first, so the last bad gradient is where it began.
+            for place, (name, gradient) in enumerate(zip(reversed(parameters), reversed(gradients), strict=True)):
+                if gradient is not None and not gradient.isfinite().all() and (first is None or place < first[0]):
+                    first = (place, name)
     found = _earliest(world, first)
     return f"the gradient of {found}" if found else ""
+
+
+@contextmanager
+def _without_recomputation(module: nn.Module) -> Iterator[None]:
+    """Hooks that look inside, and `torch.autograd.grad`, do not go together with every kind of recomputation."""
+    recomputing = [part for part in module.modules() if isinstance(getattr(part, "recompute", None), str)]
+    before = [part.recompute for part in recomputing]
+    for part in recomputing:
+        part.recompute = "none"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part, value in zip(recomputing, before, strict=True):
+            part.recompute = value
 
 
 def _earliest(world: World, first: tuple[int, str] | None) -> str:

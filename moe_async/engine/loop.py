@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from moe_async.comm import World
 from moe_async.data import Batch, Corpus, TrainStream, heldout_batches
 from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
@@ -17,10 +15,9 @@ from moe_async.engine.diagnose import find_non_finite
 from moe_async.engine.evaluate import Evaluation, evaluate
 from moe_async.engine.hooks import Hook, StepRecord
 from moe_async.engine.run_folder import RunFolder
-from moe_async.engine.step import Engine, MicroBatch, next_token_loss_sum
+from moe_async.engine.step import Engine, MicroBatch
 from moe_async.engine.stop import StopFlag
 from moe_async.errors import CheckpointError, EngineError
-from moe_async.model import ModelOutput
 from moe_async.observe import LoadWindow
 from moe_async.recipe import dump_recipe, parse_recipe, state_differences
 
@@ -85,19 +82,16 @@ class Trainer:
         while self.engine.global_step < self.engine.steps and not self.stop.agreed(self.world):
             record = self._step()
             in_a_row = 0 if record.report.applied else in_a_row + 1
-            if in_a_row == self.recipe.train.max_bad_steps:
-                self._give_up(record)
             for hook in self.hooks:
                 hook.on_step(self, record)
+            if in_a_row == self.recipe.train.max_bad_steps:
+                self._give_up(record)
         for hook in self.hooks:
             hook.on_end(self)
         return self.engine.global_step >= self.engine.steps
 
     def _give_up(self, record: StepRecord) -> None:
-        def loss(output: ModelOutput, batch: MicroBatch) -> Tensor:
-            return next_token_loss_sum(output.logits, batch.targets())
-
-        place = find_non_finite(self.engine.module, self._batches, loss, self.world)
+        place = find_non_finite(self.engine.module, self._batches, self.engine.micro_batch_objective, self.world)
         layers = self.recipe.moe.moe_layers(self.recipe.model.layers) if self.recipe.moe else ()
         routers = [f"layer {layer}" for layer, bad in zip(layers, record.report.bad_tokens, strict=False) if bad]
         raise EngineError(

@@ -82,8 +82,10 @@ class Muon(torch.optim.Optimizer):
                 gradients: Sequence[Tensor | None] = [None] * len(parts)
                 if parameter.grad is not None:
                     gradients = matrices_of(parameter.grad, rows)
-                for part, gradient in zip(parts, gradients, strict=True):
-                    part.grad = gradient
+                matrices = matrices_of(parameter.data, rows)
+                for part, matrix, gradient in zip(parts, matrices, gradients, strict=True):
+                    # Anew in each step: what a parameter holds may have been replaced.
+                    part.data, part.grad = matrix, gradient
             inner.step()
 
 
@@ -102,14 +104,22 @@ def matrices_of(tensor: Tensor, rows: Sequence[int] | None) -> list[Tensor]:
 def hidden_matrices(model: nn.Module, classes: Mapping[str, ParameterClass]) -> dict[str, list[int] | None]:
     """The parameters that Muon moves, and how they are cut: expert and dense matrices, but neither embeddings nor the
     output layer, which follow tokens one by one, nor routers."""
-    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     blocks: dict[str, list[int]] = {}
     chosen: dict[str, list[int] | None] = {}
+    vocabulary = _vocabulary_weights(model)
     for prefix, module in model.named_modules():
         if hasattr(module, "row_blocks"):
             blocks.update({f"{prefix}.{name}".lstrip("."): rows for name, rows in module.row_blocks().items()})
     for name, parameter in model.named_parameters():
         of_matrices = parameter.ndim == (3 if classes[name] == "expert" else 2)
-        if of_matrices and classes[name] != "router" and parameter.shape[0] not in vocabularies:
+        if of_matrices and classes[name] != "router" and id(parameter) not in vocabulary and min(parameter.shape) > 1:
             chosen[name] = blocks.get(name)
     return chosen
+
+
+def _vocabulary_weights(model: nn.Module) -> set[int]:
+    """Ids of the embeddings' weights, and of linear maps onto a vocabulary."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {embedding.num_embeddings for embedding in embeddings}
+    outputs = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in sizes]
+    return {id(module.weight) for module in (*embeddings, *outputs)}

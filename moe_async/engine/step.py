@@ -48,6 +48,20 @@ class MicroBatch:
         """The labels that count, int64 [B, S]: those of masked tokens are ignored."""
         return self.labels if self.token_mask is None else self.labels.where(self.token_mask, IGNORED_LABEL)
 
+    def problem(self) -> str:
+        """What does not fit; empty when everything does."""
+        for name, tensor, dtype in (
+            ("tokens", self.tokens, torch.int64),
+            ("labels", self.labels, torch.int64),
+            ("token_mask", self.token_mask, torch.bool),
+        ):
+            if tensor is not None and (tensor.dtype != dtype or tensor.shape != self.tokens.shape or tensor.dim() != 2):
+                return (
+                    f"{name} of a micro-batch is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} with the "
+                    f"shape of tokens [sequences, positions], which is {tuple(self.tokens.shape)}."
+                )
+        return ""
+
     def label_tokens(self) -> int:
         """Positions at which something is to be predicted."""
         return int((self.targets() != IGNORED_LABEL).sum())
@@ -67,6 +81,7 @@ class StepReport:
         applied: False when the step was skipped because a gradient was not finite.
         label_tokens, routed_tokens: tokens of the step.
         counts_LE: int64, assignments to each expert of each MoE layer, before drop.
+        zero_LE: int64, assignments to each zero expert; [L, 0] without any.
         dropped_LE: int64, assignments to each expert that were dropped because it was full.
         bad_tokens: of each MoE layer, tokens whose router logits were not finite.
     """
@@ -80,6 +95,7 @@ class StepReport:
     label_tokens: int
     routed_tokens: int
     counts_LE: Tensor
+    zero_LE: Tensor
     dropped_LE: Tensor
     bad_tokens: tuple[int, ...]
 
@@ -132,18 +148,11 @@ class Engine:
         token-weighted mean of the micro-batches' or sequences' own losses.
 
         Raises:
-            EngineError: not `accumulation` micro-batches, no label token on any rank, or (after the update, on all
-                ranks alike) a MoE layer that saw other tokens than the micro-batches hold.
+            EngineError: on all ranks alike: not `accumulation` micro-batches, tensors that do not fit one another, no
+                label token on any rank, or (after the update) a MoE layer that saw other tokens than the micro-batches
+                hold.
         """
-        self._check_step(micro_batches)
-        totals = torch.tensor(
-            [
-                sum(batch.label_tokens() for batch in micro_batches),
-                sum(batch.routed_tokens() for batch in micro_batches),
-            ],
-            device=self.world.device,
-        )
-        label_tokens, routed_tokens = self.world.everyone.all_reduce(totals).tolist()
+        label_tokens, routed_tokens = self._count_tokens(micro_batches)
         if label_tokens == 0:
             raise EngineError(
                 "no micro-batch of this step has a label token on any rank, so there is nothing to learn; "
@@ -153,7 +162,7 @@ class Engine:
         losses = torch.zeros(1 + len(self.balance.terms), dtype=torch.float64, device=self.world.device)
         routings: list[list[RoutingSums]] = []
         outcome = None
-        for batch in micro_batches:
+        for index, batch in enumerate(micro_batches):
             output = outputs.pop(0) if outputs else self.bridge.forward(batch.tokens, batch.token_mask)
             parts = [
                 next_token_loss_sum(output.logits, batch.targets()),
@@ -161,7 +170,13 @@ class Engine:
             ]
             losses += torch.stack([part.detach().double() for part in parts])
             routings.append([RoutingSums(*(value.detach() for value in sums)) for sums in output.routing])
-            self.bridge.backward(self._objective(parts, label_tokens, max(routed_tokens, 1)))
+            objective = self._objective(parts, label_tokens, max(routed_tokens, 1))
+            if index == len(micro_batches) - 1:
+                self.world.everyone.all_reduce(losses)
+                if not losses.isfinite().all():
+                    # Gradients can be finite where a loss is not; such a step is skipped like one with bad gradients.
+                    objective = objective * torch.nan
+            self.bridge.backward(objective)
             outcome = self._finish_micro_batch()
         assert outcome is not None
         return self._report(losses, routings, outcome, label_tokens, routed_tokens)
@@ -175,18 +190,35 @@ class Engine:
         outputs = [self.bridge.forward(batch.tokens, batch.token_mask) for batch in micro_batches]
         return outputs, step_totals([output.routing for output in outputs], self.world)
 
-    def _check_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
+        """Label tokens and routed tokens of the step over all ranks, which all fail where one has a wrong batch."""
+        problem = self._problem_of(micro_batches)
+        counts = [0, 0, 1]
+        if not problem:
+            counts = [
+                sum(batch.label_tokens() for batch in micro_batches),
+                sum(batch.routed_tokens() for batch in micro_batches),
+                0,
+            ]
+        totals = torch.tensor(counts, device=self.world.device)
+        label_tokens, routed_tokens, wrong = self.world.everyone.all_reduce(totals).tolist()
+        if wrong:
+            raise EngineError(problem or "another rank was given a wrong step; its error says what is wrong.")
+        return label_tokens, routed_tokens
+
+    def _problem_of(self, micro_batches: Sequence[MicroBatch]) -> str:
         if len(micro_batches) != self.accumulation:
-            raise EngineError(
+            return (
                 f"train_step got {len(micro_batches)} micro-batches but the recipe's train.accumulation is "
                 f"{self.accumulation}; pass exactly that many (an empty one, with labels {IGNORED_LABEL}, where a "
                 "rank has no data)."
             )
         if self._inside_step:
-            raise EngineError(
+            return (
                 "train_step was called in the middle of a step. After backward, finish the step with step(); after an "
                 "error inside train_step, start again from a checkpoint."
             )
+        return next((problem for batch in micro_batches if (problem := batch.problem())), "")
 
     def _objective(self, losses: Sequence[Tensor], label_tokens: int, routed_tokens: int) -> Tensor:
         objective = losses[0] / label_tokens
@@ -194,6 +226,14 @@ class Engine:
             objective = objective + term.coefficient * loss.to(objective.dtype) / routed_tokens
         # The denominators are already those of the whole step; DeepSpeed divides by micro-batches and ranks again.
         return objective * (self.world.size * self.accumulation)
+
+    def micro_batch_objective(self, output: Any, batch: MicroBatch) -> Tensor:
+        """The training objective of one micro-batch alone, without regard to the rest of its step."""
+        labels, routed = max(batch.label_tokens(), 1), max(batch.routed_tokens(), 1)
+        total = next_token_loss_sum(output.logits, batch.targets()) / labels
+        for term, share in zip(self.balance.terms, self.balance.shares(output.routing, None), strict=True):
+            total = total + term.coefficient * share.to(total.dtype) / routed
+        return total
 
     def _finish_micro_batch(self) -> StepOutcome | None:
         self.bridge.set_learning_rate(self.learning_rate)
@@ -216,7 +256,6 @@ class Engine:
         Raises:
             EngineError: a layer routed other tokens than the micro-batches hold, so its balance loss had a wrong scale.
         """
-        self.world.everyone.all_reduce(losses)
         layers = step_totals(routings, self.world)
         tokens = [int(sums.tokens) for sums in layers]
         if any(seen != routed_tokens for seen in tokens):
@@ -230,6 +269,7 @@ class Engine:
         if outcome.applied:
             self.balance.previous = layers
             self.update_bias(counts_LE)
+        experts = counts_LE.shape[-1] - self.balance.zero_experts
         balance: dict[str, float] = {
             term.loss: loss.item() / max(routed_tokens, 1)
             for term, loss in zip(self.balance.terms, losses[1:], strict=True)
@@ -243,8 +283,9 @@ class Engine:
             applied=outcome.applied,
             label_tokens=label_tokens,
             routed_tokens=routed_tokens,
-            counts_LE=counts_LE,
-            dropped_LE=torch.stack([sums.dropped_E for sums in layers]).cpu() if layers else empty,
+            counts_LE=counts_LE[:, :experts],
+            zero_LE=counts_LE[:, experts:],
+            dropped_LE=torch.stack([sums.dropped_E for sums in layers]).cpu()[:, :experts] if layers else empty,
             bad_tokens=tuple(int(sums.bad_tokens) for sums in layers),
         )
 
@@ -254,8 +295,8 @@ class Engine:
         `train_step` does it by itself. In a loop of one's own, call it on every rank after each optimizer step.
 
         Args:
-            counts_LE: int64, assignments to each expert of each MoE layer in module order, summed over the step's
-                micro-batches and over all ranks.
+            counts_LE: int64, assignments to each expert (and zero expert behind them) of each MoE layer in module
+                order, summed over the step's micro-batches and over all ranks.
         """
         biased = [router for router in self._routers if router.bias_state is not None]
         if not biased:

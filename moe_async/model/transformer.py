@@ -20,6 +20,7 @@ from moe_async.model.attention import Attention, QkNorm, causal_mask, rotary_tab
 from moe_async.moe import MoELayer
 from moe_async.moe.feed_forward import FeedForward
 from moe_async.ops.initialise import Init, normal_by_name_
+from moe_async.ops.routing import CHOICE
 from moe_async.ops.sums import RoutingSums
 
 EMBEDDING_STD = 0.02
@@ -178,10 +179,10 @@ class Transformer(nn.Module):
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator in (torch.ops.aten.sort.stable, torch.ops.aten.sort.default):
+    if operator is CHOICE:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# Near-equal scores may come out in another order when they are computed again; saving the sort keeps the first choice.
+# Near-equal scores may come out in another order when they are computed again; the first choice is saved, [T, K] ids.
 _keep_selection = functools.partial(create_selective_checkpoint_contexts, _policy)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_async.comm import Group
-from moe_async.moe.dispatch import Assignments, ExpertFunction, run_here
+from moe_async.moe.dispatch import Assignments, ExpertFunction, packed, run_here
 from moe_async.moe.exchange import exchange_sizes, widened
 
 
@@ -40,6 +40,6 @@ class AllGather:
         first = self.group.index * self.num_local
         here_AK = (slots_AK >= first) & (slots_AK < first + self.num_local)
         arrived = Assignments(torch.where(here_AK, slots_AK - first, 0), weights_AK, here_AK, assignments.weigh_input)
-        partial_AD = run_here(x_AD, arrived, run, wire, self.num_local, sizes)
+        partial_AD = run_here(x_AD, packed(arrived), run, wire, self.num_local, sizes)
         parts = self.group.all_to_all_rows(partial_AD.to(wire), sizes, [tokens] * self.group.size)
         return parts.view(self.group.size, tokens, dim).to(assignments.weights_TK.dtype).sum(dim=0)

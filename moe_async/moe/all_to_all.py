@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_async.comm import Group
-from moe_async.moe.dispatch import Assignments, ExpertFunction, lay_out, merge_weights, run_here
+from moe_async.moe.dispatch import Assignments, ExpertFunction, lay_out, merge_weights, packed, run_here
 from moe_async.moe.exchange import exchange_sizes, plan_exchange, return_rows, send_rows, widened
-from moe_async.ops.permute import merge_rows, plan_rows
+from moe_async.ops.permute import merge_rows, plan_rows, take_rows
 
 
 class AllToAll:
@@ -51,22 +51,24 @@ class DeduplicatedAllToAll:
 
     def __call__(self, x_TD: Tensor, assignments: Assignments, run: ExpertFunction, wire: torch.dtype) -> Tensor:
         """See `moe_async.moe.dispatch.Dispatcher`."""
-        ranks, tokens = self.group.size, x_TD.shape[0]
+        tokens, width = assignments.slots_TK.shape
         rank_TK = assignments.slots_TK.div(self.num_local, rounding_mode="floor")
         place_TK = assignments.slots_TK % self.num_local
         going_TK = torch.ones_like(rank_TK, dtype=torch.bool) if assignments.sent_TK is None else assignments.sent_TK
-        needed_TP = torch.zeros(tokens, ranks, dtype=torch.int64, device=x_TD.device)
+        needed_TP = torch.zeros(tokens, self.group.size, dtype=torch.int64, device=x_TD.device)
         needed_TP.scatter_reduce_(-1, rank_TK, going_TK.long(), "amax")
         rank_S, token_S = needed_TP.T.nonzero(as_tuple=True)
-        send, receive, width = exchange_sizes(needed_TP.sum(dim=0), rank_TK.shape[-1], self.group)
+        send, receive, widest = exchange_sizes(needed_TP.sum(dim=0), width, self.group)
         sizes = send, receive
+        # A token goes to at most K ranks; its journeys are numbered from 0, so that they fill K places and not P.
+        journey_S = token_S * width + needed_TP.cumsum(dim=-1)[token_S, rank_S] - 1
 
         there_SK = going_TK[token_S] & (rank_TK[token_S] == rank_S[:, None])
         places_SK = torch.where(there_SK, place_TK[token_S], -1)
-        x_RD = self.group.all_to_all_rows(x_TD.to(wire)[token_S], *sizes)
-        places_RK = self.group.all_to_all_rows(widened(places_SK, width, -1), *sizes)
-        weights_RK = self.group.all_to_all_rows(widened(assignments.weights_TK[token_S], width, 0), *sizes)
+        x_RD = self.group.all_to_all_rows(take_rows(x_TD, journey_S, width, wire), *sizes)
+        places_RK = self.group.all_to_all_rows(widened(places_SK, widest, -1), *sizes)
+        weights_RK = self.group.all_to_all_rows(widened(assignments.weights_TK[token_S], widest, 0), *sizes)
         arrived = Assignments(places_RK.clamp(min=0), weights_RK, places_RK >= 0, assignments.weigh_input)
-        merged_RD = run_here(x_RD, arrived, run, wire, self.num_local, sizes[1])
-        back_SD = self.group.all_to_all_rows(merged_RD.to(wire), sizes[1], sizes[0])
-        return merge_rows(back_SD, token_S * ranks + rank_S, assignments.weights_TK.new_ones(tokens, ranks))
+        merged_RD = run_here(x_RD, packed(arrived), run, wire, self.num_local, receive)
+        back_SD = self.group.all_to_all_rows(merged_RD.to(wire), receive, send)
+        return merge_rows(back_SD, journey_S, torch.ones_like(assignments.weights_TK))

@@ -7,34 +7,18 @@ from torch import Tensor
 
 from moe_async.comm import Group
 from moe_async.errors import TopologyError
-from moe_async.recipe.routers import RouterSection, router_problem
+from moe_async.recipe.moe import MoeSection
 from moe_async.topology import Topology
 
 
-def check_sizes(
-    num_experts: int,
-    zero_experts: int,
-    top_k: int,
-    section: RouterSection,
-    device_groups: int,
-    vocab_size: int | None,
-    topology: Topology,
-) -> None:
-    """Refuse a layer whose sizes do not fit one another."""
-    if not 1 <= top_k <= num_experts:
-        raise TopologyError(f"top_k is {top_k} with {num_experts} experts; it must be 1 to {num_experts}.")
-    if topology.num_experts != num_experts:
+def check_sizes(section: MoeSection, vocab_size: int | None, topology: Topology) -> None:
+    """Refuse a layer that does not fit its topology, or a hash router without a vocabulary."""
+    if topology.num_experts != section.num_experts:
         raise TopologyError(
-            f"the layer has {num_experts} experts but the topology was made for {topology.num_experts}; "
-            f"use Topology(..., num_experts={num_experts})."
+            f"the layer has {section.num_experts} experts but the topology was made for {topology.num_experts}; "
+            f"use Topology(..., num_experts={section.num_experts})."
         )
-    if problem := router_problem(section, num_experts, top_k, zero_experts):
-        raise TopologyError(problem)
-    if device_groups and num_experts % device_groups:
-        raise TopologyError(
-            f"there are {num_experts} experts and {device_groups} device groups; the groups must be equal."
-        )
-    if section.kind == "hash" and not vocab_size:
+    if section.router.kind == "hash" and not vocab_size:
         raise TopologyError("the hash router has an expert for every token id; say how many with vocab_size.")
 
 
@@ -55,6 +39,16 @@ def check_leading_shape(x: Tensor, **tensors: Tensor | None) -> None:
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)} over the tokens; it must be torch.int64 with the "
                 f"leading shape of x, {tuple(x.shape[:-1])}."
             )
+
+
+def check_selection(selection: Tensor, x: Tensor, section: MoeSection) -> None:
+    """Refuse a recorded routing that is not int64 [..., K] over the tokens of ``x``."""
+    wide = selection.dim() > 0 and (selection.shape[-1] == section.top_k or section.router.kind == "expert_choice")
+    if selection.dtype != torch.int64 or not wide or selection.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"selection is {selection.dtype} {tuple(selection.shape)}; it must be torch.int64 with the leading shape "
+            f"of x, {tuple(x.shape[:-1])}, and {section.top_k} places behind."
+        )
 
 
 def refuse_non_finite(x: Tensor, group: Group) -> None:

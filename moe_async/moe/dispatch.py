@@ -95,6 +95,22 @@ def run_here(
     return merge_rows(run(rows_RD, rows_PL), plan.assignment_R, merge_weights(assignments))
 
 
+def packed(assignments: Assignments) -> Assignments:
+    """The same with the sent assignments of each token in front, and no more places than the fullest token needs.
+
+    Where most experts are on other ranks, what is merged here shrinks by as much. Reads that width back to the host.
+    """
+    if assignments.sent_TK is None or assignments.sent_TK.shape[0] == 0:
+        return assignments
+    width = max(1, int(assignments.sent_TK.sum(dim=-1).max()))
+    order_TK = torch.sort(assignments.sent_TK, dim=-1, descending=True, stable=True).indices[:, :width]
+    return assignments._replace(
+        slots_TK=assignments.slots_TK.gather(-1, order_TK),
+        weights_TK=assignments.weights_TK.gather(-1, order_TK),
+        sent_TK=assignments.sent_TK.gather(-1, order_TK),
+    )
+
+
 def lay_out(x_TD: Tensor, assignment_R: Tensor, assignments: Assignments, dtype: torch.dtype) -> Tensor:
     """The rows of assignments, [R, D] in ``dtype``, weighted where the weights multiply the input."""
     top_k = assignments.slots_TK.shape[-1]

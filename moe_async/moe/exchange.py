@@ -40,7 +40,7 @@ class ExchangePlan:
 def plan_exchange(rows_per_slot: Tensor, group: Group) -> ExchangePlan:
     """Tell every rank of ``group`` how many rows come to each of its experts.
 
-    Every rank of the group calls it; blocks. Reads the sizes back to the host once.
+    Every rank of the group calls it; blocks, and reads the sizes back to the host.
 
     Args:
         rows_per_slot: int64 [P * L], rows from here to each slot.
@@ -73,7 +73,7 @@ def return_rows(rows_RD: Tensor, plan: ExchangePlan, group: Group) -> Tensor:
 def exchange_sizes(send_P: Tensor, width: int, group: Group) -> tuple[list[int], list[int], int]:
     """Rows that go to and come from each rank, and the widest rank's number of places for experts in a row.
 
-    Every rank of the group calls it; blocks. Reads the sizes back to the host once. Ranks differ in width when experts
+    Every rank of the group calls it; blocks, and reads the sizes back to the host. Ranks differ in width when experts
     choose tokens.
 
     Args:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from moe_async.errors import TopologyError
-from moe_async.ops.ffn import PRODUCTS, Activation, ExpertWeights, Products, grouped_problem, input_width, is_gated
+from moe_async.ops.ffn import (
+    PRODUCTS,
+    Activation,
+    ExpertWeights,
+    Products,
+    compile_problem,
+    grouped_problem,
+    input_width,
+    is_gated,
+)
 from moe_async.ops.initialise import Init
 from moe_async.ops.noise import Noise, dropout_mask
 
@@ -58,6 +67,8 @@ class Experts(nn.Module):
         self.dropout = dropout
         self.products = products
         self.compile_experts = compile
+        if products == "grouped" and (problem := grouped_problem(compute_dtype or torch.float32, dim, hidden)):
+            raise TopologyError(f"grouped matrix products do not work here: {problem}. Use products: auto or loop.")
         self.hidden = hidden
         local, width = len(self.expert_ids), input_width(kind, hidden)
         self.w_in = nn.Parameter(torch.empty(local, width, dim))
@@ -88,6 +99,8 @@ class Experts(nn.Module):
         with torch.autocast(rows_RD.device.type, enabled=False):
             mask_RF = self._dropout_mask(rows_RD, rows_PL, noise, sources)
             rows_per_expert = [sum(column) for column in zip(*rows_PL, strict=True)]
+            if self.compile_experts and (problem := compile_problem(rows_RD.device)):
+                raise TopologyError(f"moe.compile is on but {problem}. Install one, or use compile: false.")
             run = PRODUCTS[self._products(rows_RD.device)]
             weights = ExpertWeights(
                 self._cast(self.w_in), self._cast(self.w_out), self._cast_bias(self.b_in), self._cast_bias(self.b_out)

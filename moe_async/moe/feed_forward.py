@@ -18,7 +18,7 @@ class FeedForward(nn.Module):
     Args:
         dim: model width.
         hidden: hidden width.
-        kind: ``swiglu`` or ``gelu``.
+        kind: see `moe_async.ops.ffn.activate`.
         init: of the matrices.
     """
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_async.comm import World
-from moe_async.moe.checks import check_leading_shape, check_mask, check_sizes, refuse_non_finite
+from moe_async.moe.checks import check_leading_shape, check_mask, check_selection, check_sizes, refuse_non_finite
 from moe_async.moe.dispatch import Assignments, Dispatcher
 from moe_async.moe.dispatchers import DispatchKind, make_dispatcher
 from moe_async.moe.experts import Experts
@@ -26,8 +26,8 @@ from moe_async.ops.initialise import Init
 from moe_async.ops.noise import Noise
 from moe_async.ops.routing import Recorded, Selection, read_record, record
 from moe_async.ops.sums import RoutingSums, routing_sums
-from moe_async.recipe.moe import CapacitySection
-from moe_async.recipe.routers import RouterSection, TopKRouter, parse_router
+from moe_async.recipe.moe import CapacitySection, parse_moe
+from moe_async.recipe.routers import RouterSection
 from moe_async.topology import Topology
 
 
@@ -56,7 +56,7 @@ class MoELayer(nn.Module):
 
     ``y = sum_{i in chosen} g_i(x) * E_i(x)``, plus the shared expert where there is one. In one process it holds all
     experts; with a `World` it holds its rank's shard, and every rank of the expert group must call it equally often
-    (with a capacity, every rank of the learner).
+    (with a capacity, in training, every rank of the learner).
 
     Args:
         dim: model width.
@@ -84,7 +84,8 @@ class MoELayer(nn.Module):
         init: how the matrices begin.
 
     Raises:
-        TopologyError: sizes do not fit.
+        RecipeError: an option is not valid, or does not fit another.
+        TopologyError: the layer does not fit its world.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class MoELayer(nn.Module):
         expert_dropout: float = 0.0,
         shared_dim: int = 0,
         shared_gate: bool = False,
-        capacity: CapacitySection | None = None,
+        capacity: CapacitySection | Mapping[str, Any] | None = None,
         device_groups: int = 0,
         dispatcher: DispatchKind = "auto",
         deduplicate: bool = False,
@@ -115,26 +116,48 @@ class MoELayer(nn.Module):
         init: Init | None = None,
     ) -> None:
         super().__init__()
-        world = world or World(Topology(num_experts=num_experts))
-        section = TopKRouter() if router is None else parse_router(router)
-        check_sizes(num_experts, zero_experts, top_k, section, device_groups, vocab_size, world.topology)
-        hidden, init = expert_dim or 2 * dim, init or Init()
+        section = parse_moe(
+            {
+                "num_experts": num_experts,
+                "zero_experts": zero_experts,
+                "top_k": top_k,
+                "router": router,
+                "expert_dim": 2 * dim if expert_dim is None else expert_dim,
+                "expert": expert,
+                "expert_bias": expert_bias,
+                "expert_dropout": expert_dropout,
+                "shared_dim": shared_dim,
+                "shared_gate": shared_gate,
+                "capacity": capacity,
+                "device_groups": device_groups or None,
+                "dispatcher": dispatcher,
+                "deduplicate": deduplicate,
+                "wire": wire,
+                "products": products,
+                "compile": compile,
+            }
+        )
+        world, init = world or World(Topology(num_experts=num_experts)), init or Init()
+        check_sizes(section, vocab_size, world.topology)
+        self.section = section
         self.zero_experts, self.device_groups, self.wire = zero_experts, device_groups, wire
         self.check_finite = True
         self._rank = world.rank
-        self.limit = None if capacity is None else CapacityLimit(capacity, num_experts, top_k, world.everyone)
+        self.limit = None
+        if section.capacity is not None:
+            self.limit = CapacityLimit(section.capacity, num_experts, top_k, world.everyone)
         self.router = Router(
             dim,
             num_experts,
             top_k,
-            section,
+            section.router,
             zero_experts=zero_experts,
             vocab_size=vocab_size,
             init=init,
         )
         self.experts = Experts(
             dim,
-            hidden,
+            section.expert_dim,
             world.topology.experts_of(world.rank),
             expert,
             compute_dtype,
@@ -144,9 +167,8 @@ class MoELayer(nn.Module):
             products=products,
             compile=compile,
         )
-        shared_kind: Activation = "swiglu" if expert == "swiglu_clamped" else expert
-        self.shared = FeedForward(dim, shared_dim, shared_kind, init) if shared_dim else None
-        self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_dim and shared_gate else None
+        self.shared = FeedForward(dim, shared_dim, expert, init) if shared_dim else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         self.dispatch: Dispatcher = make_dispatcher(
             dispatcher, deduplicate, world.expert, world.topology.experts_per_rank
         )
@@ -191,7 +213,9 @@ class MoELayer(nn.Module):
             check_mask(token_mask, x)
             # A masked token may hold anything, also infinities: as zeros it keeps every gradient finite.
             x = torch.where(token_mask[..., None], x, 0)
-        check_leading_shape(x, token_ids=token_ids, selection=None if selection is None else selection[..., 0])
+        check_leading_shape(x, token_ids=token_ids)
+        if selection is not None:
+            check_selection(selection, x, self.section)
         if self.check_finite:
             refuse_non_finite(x, self.dispatch.group)
         live_T = None if token_mask is None else token_mask.reshape(-1)
@@ -206,7 +230,7 @@ class MoELayer(nn.Module):
                 x_TD,
                 recorded,
                 live_T=live_T,
-                token_ids_T=None if token_ids is None else token_ids.reshape(-1),
+                token_ids_T=None if token_ids is None else _live_ids(token_ids, token_mask).reshape(-1),
                 noise=noise,
             )
             executed, full_TK = self._limited(chosen, recorded, live_T, noise)
@@ -274,3 +298,8 @@ class MoELayer(nn.Module):
         if self.shared_gate is not None:
             gate = self.shared_gate.weight
             self.router.init.fill_(gate, gate.shape[1], seed, f"{name}.shared_gate.weight")
+
+
+def _live_ids(token_ids: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Token ids, 0 for masked tokens, whose id may be none at all."""
+    return token_ids if token_mask is None else torch.where(token_mask, token_ids, 0)

@@ -24,8 +24,9 @@ class CapacityLimit:
         rule: the recipe's ``moe.capacity``.
         num_experts: experts; zero experts behind them have room for all.
         top_k: experts per token.
-        everyone: all ranks of the learner. The capacity follows from the most tokens that any of them has, so it is the
-            same at every expert-parallel size.
+        everyone: all ranks of the learner. In training the capacity follows from the most tokens that any of them has,
+            in evaluation from this rank's own: so it is the same at every expert-parallel size, and an evaluation on
+            some of the ranks waits for no others.
     """
 
     def __init__(self, rule: CapacitySection, num_experts: int, top_k: int, everyone: Group) -> None:
@@ -37,15 +38,16 @@ class CapacityLimit:
     def full(self, chosen: Selection, live_T: Tensor | None, noise: Noise | None, training: bool) -> Tensor | None:
         """What experts have no room for, bool [T, K]; None where there is no limit.
 
-        Every rank of the learner calls it; blocks.
+        In training every rank of the learner calls it; blocks.
         """
         factor = self.rule.factor if training else self.rule.eval_factor
         if factor is None:
             return None
         experts_TK = chosen.experts_TK
         tokens = experts_TK.shape[0] if live_T is None else int(live_T.sum())
-        most = self.everyone.all_reduce(torch.tensor(tokens, device=experts_TK.device), "max")
-        places = capacity(factor, self.top_k, int(most), chosen.probs_TE.shape[-1], self.rule.minimum)
+        if training:
+            tokens = int(self.everyone.all_reduce(torch.tensor(tokens, device=experts_TK.device), "max"))
+        places = capacity(factor, self.top_k, tokens, chosen.probs_TE.shape[-1], self.rule.minimum)
         eligible_TK = taken(chosen) & (experts_TK < self.num_experts)
         if live_T is not None:
             eligible_TK = eligible_TK & live_T[:, None]

@@ -84,10 +84,9 @@ class Router(nn.Module):
             self.noise_weight = nn.Parameter(torch.empty(choices, dim))
         if isinstance(section, SigmoidBiasRouter):
             for name in _BIAS_BUFFERS:
-                self.register_buffer(name, torch.zeros(choices))
+                self.register_buffer(name, torch.zeros(choices, dtype=torch.float32))
         if isinstance(section, HashRouter):
-            # Not in state dicts: it follows from the seed and the module's name.
-            self.register_buffer("table", torch.empty(vocab_size or 0, top_k, dtype=torch.int64), persistent=False)
+            self.register_buffer("table", torch.empty(vocab_size or 0, top_k, dtype=torch.int64))
         if section.freeze:
             self.requires_grad_(False)
 
@@ -224,6 +223,13 @@ class Router(nn.Module):
             fresh = before.is_meta or moved.is_meta
             self._buffers[name] = torch.zeros_like(moved, dtype=before.dtype) if fresh else before.to(moved.device)
         return module
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for name in _BIAS_BUFFERS:
+            if (buffer := self._buffers.get(name)) is not None:
+                # ``assign=True`` takes over the type of what it is given.
+                self._buffers[name] = buffer.to(torch.float32)
 
     def reset_parameters(self, seed: int, name: str) -> None:
         """Draw the initial weights from ``seed`` and the module's ``name``; biases and learned noise begin at zero."""

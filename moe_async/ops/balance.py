@@ -39,7 +39,7 @@ def gshard_loss(sums: RoutingSums) -> Tensor:
 
 
 def sequence_loss(sums: RoutingSums) -> Tensor:
-    """The Switch loss with the share of assignments that scores *without* the selection bias would make.
+    """The Switch loss with the share of assignments that scores alone, without selection bias and groups, would make.
 
     Reference: DeepSeek-AI 2024, arXiv 2412.19437, eq. 17 to 20, where it is over each sequence. Usual coefficient 1e-4.
     """
@@ -86,7 +86,9 @@ def device_loss(sums: RoutingSums, num_experts: int, device_groups: int) -> Tens
 
 
 def communication_loss(sums: RoutingSums, num_experts: int, device_groups: int, reach: int) -> Tensor:
-    """``sum_d F_d P_d``: F is ``G/M`` times the share of tokens sent to the group, P the sum of ``P_i``; 1 when even.
+    """``sum_d F_d P_d``: F is ``G/M`` times the share of tokens sent to the group, P the sum of ``P_i``.
+
+    1 when every token reaches M groups and all groups equally often; less when tokens reach fewer.
 
     Reference: DeepSeek-AI 2024, arXiv 2405.04434, eq. 29 to 31. Usual coefficient 0.02.
 

@@ -6,6 +6,7 @@ Shape letters: L experts on this rank, R rows, D model width, F expert width (2F
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -64,25 +65,14 @@ def activate(kind: Activation, hidden: Tensor) -> Tensor:
         return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)
     if kind == "relu2":
         return functional.relu(hidden).square()
-    return functional.gelu(hidden)
+    if kind == "gelu":
+        return functional.gelu(hidden)
+    raise ValueError(f"the kind of expert is {kind!r}; it must be swiglu, gelu, relu2 or swiglu_clamped.")
 
 
 def feed_forward(x: Tensor, w_in: Tensor, w_out: Tensor, kind: Activation) -> Tensor:
     """One feed-forward network: ``w_out @ act(w_in @ x)`` with ``w_in`` [F or 2F, D] and ``w_out`` [D, F]."""
     return functional.linear(activate(kind, functional.linear(x, w_in)), w_out)
-
-
-def one_expert(
-    rows: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    mask: Tensor | None,
-    kind: Activation,
-) -> Tensor:
-    """One expert over its rows, with optional biases and factors on its hidden values."""
-    return functional.linear(hidden_values(functional.linear(rows, w_in), b_in, mask, kind), w_out, b_out)
 
 
 def hidden_values(projected: Tensor, bias: Tensor | None, mask: Tensor | None, kind: Activation) -> Tensor:
@@ -96,7 +86,10 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function under ``torch.compile``, for any number of rows without compiling again.
 
     Row counts are known on the host before, so nothing inside breaks the graph. The first calls take seconds to a
-    minute and, on CPUs, a C++ compiler.
+    minute.
+
+    Raises:
+        RuntimeError: at the first call on a CPU, without a C++ compiler.
     """
     return torch.compile(function, dynamic=True)
 
@@ -120,20 +113,21 @@ def expert_loop(
         weights: stacked weights.
         kind: the activation.
         mask_RF: factors on the hidden values (dropout), or None.
-        compile: run each expert under ``torch.compile``.
+        compile: run what lies between the two products under ``torch.compile``.
     """
     sizes = _checked_sizes(rows_RD, rows_per_expert, weights)
-    run = compiled(one_expert) if compile else one_expert
+    between = compiled(hidden_values) if compile else hidden_values
     nothing: Sequence[None] = [None] * len(sizes)
     # One unbind for all experts: indexing inside the loop would make a full-size zero gradient per expert.
     w_in, w_out = weights.w_in_LFD.unbind(0), weights.w_out_LDF.unbind(0)
     b_in = nothing if weights.b_in_LF is None else weights.b_in_LF.unbind(0)
     b_out = nothing if weights.b_out_LD is None else weights.b_out_LD.unbind(0)
     masks = nothing if mask_RF is None else mask_RF.split(sizes)
-    outputs = [
-        run(rows, w_in[index], w_out[index], b_in[index], b_out[index], masks[index], kind)
-        for index, rows in enumerate(rows_RD.split(sizes))
-    ]
+    outputs = []
+    for index, rows in enumerate(rows_RD.split(sizes)):
+        # The bias goes into the product: slices of it begin at different places, which compiled code tells apart.
+        hidden = between(functional.linear(rows, w_in[index], b_in[index]), None, masks[index], kind)
+        outputs.append(functional.linear(hidden, w_out[index], b_out[index]))
     return torch.cat(outputs)
 
 
@@ -190,6 +184,13 @@ def grouped_problem(dtype: torch.dtype, *widths: int) -> str:
     if odd := [width for width in widths if width * dtype.itemsize % 16]:
         return f"a row of {odd[0]} numbers of {dtype} is {odd[0] * dtype.itemsize} bytes and must be a multiple of 16"
     return ""
+
+
+def compile_problem(device: torch.device) -> str:
+    """Why ``torch.compile`` cannot work on this device; empty when it can."""
+    if device.type != "cpu" or any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        return ""
+    return "torch.compile makes C++ code on CPUs and there is no C++ compiler (g++, clang++) on the path"
 
 
 PRODUCTS: dict[Products, Callable[..., Tensor]] = {"loop": expert_loop, "grouped": expert_grouped}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 def generator_by_name(seed: int, name: str) -> torch.Generator:
     """A generator on the CPU whose numbers follow from ``seed`` and ``name``."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class Init(NamedTuple):
@@ -51,7 +51,8 @@ def normal_by_name_(tensor: Tensor, *, std: float, seed: int, name: str, truncat
     The values are drawn in float32 on the CPU, so they are the same on every device and for every parameter dtype.
     Values beyond ``truncate`` standard deviations are drawn anew.
     """
-    values, generator = torch.empty(tensor.shape, dtype=torch.float32), generator_by_name(seed, name)
+    values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
+    generator = generator_by_name(seed, name)
     if truncate is None:
         values.normal_(0.0, std, generator=generator)
     else:

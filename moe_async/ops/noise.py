@@ -30,7 +30,7 @@ class Noise:
     @classmethod
     def draw(cls, rank: int) -> Noise:
         """A new key from torch's default generator on the CPU."""
-        return cls(int(torch.randint(2**62, ()).item()), rank)
+        return cls(int(torch.randint(2**62, (), device="cpu").item()), rank)
 
     def generator(self, purpose: str, device: torch.device) -> torch.Generator:
         """A generator for one purpose."""

@@ -26,7 +26,8 @@ class Selection(NamedTuple):
         weights_TK: factors of the experts, with gradient.
         probs_TE: the full router distribution, each row summing to 1, with gradient (what balance losses use).
         taken_TK: bool, False where a place of a token is empty; None when all are taken.
-        free_TK: int64, the experts that scores without the selection bias would choose; None: those of ``experts_TK``.
+        free_TK: int64, the experts that scores alone, without selection bias and groups, would choose; None: those of
+            ``experts_TK``.
         chance_TE: probability of being chosen under the router's noise, with gradient; None without learned noise.
     """
 
@@ -46,13 +47,29 @@ class Groups(NamedTuple):
     top: int
 
 
+@torch.library.custom_op("moe_async::highest_k", mutates_args=())
+def _highest_k(scores: Tensor, top_k: int) -> Tensor:
+    # An operator of its own, so that recomputation can keep its small result instead of a whole sort.
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :top_k].contiguous()
+
+
+@_highest_k.register_fake
+def _(scores: Tensor, top_k: int) -> Tensor:
+    return scores.new_empty((*scores.shape[:-1], top_k), dtype=torch.int64)
+
+
+CHOICE = torch.ops.moe_async.highest_k.default
+"""The operator behind `highest_k`: what selective recomputation must save for a token to keep its experts."""
+
+
 def highest_k(scores_TE: Tensor, top_k: int) -> Tensor:
     """Indices of the ``top_k`` highest scores of each row, best first: int64 [T, K].
 
     A stable descending sort gives the lowest index first among equal scores on every device; ``torch.topk`` gives
     no such guarantee.
     """
-    return torch.sort(scores_TE.detach(), dim=-1, descending=True, stable=True).indices[..., :top_k]
+    chosen_TK: Tensor = _highest_k(scores_TE.detach(), min(top_k, scores_TE.shape[-1]))
+    return chosen_TK
 
 
 def log_scores(logits: Tensor, score: Score) -> Tensor:
@@ -76,15 +93,16 @@ _LEAST_STD = 1e-6
 
 
 def in_best_groups(scores_TE: Tensor, groups: Groups) -> Tensor:
-    """The scores with minus infinity outside each token's best groups.
+    """Whether each expert is in one of the token's best groups: bool [T, E].
 
-    Minus infinity, not zero: with a bias all scores inside may be negative, and zero would win. A group's score is the
-    sum of its ``top`` highest; equal groups pick the lowest. Reference: DeepSeek-AI 2024, arXiv 2412.19437, 2.1.2.
+    What is outside must be masked with minus infinity, not zero: with a bias all scores inside may be negative, and
+    zero would win. A group's score is the sum of its ``top`` highest; equal groups pick the lowest. Reference:
+    DeepSeek-AI 2024, arXiv 2412.19437, 2.1.2.
     """
     scores_TGM = scores_TE.detach().unflatten(-1, (groups.number, -1))
     group_TG = torch.sort(scores_TGM, dim=-1, descending=True).values[..., : groups.top].sum(dim=-1)
     kept_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(-1, highest_k(group_TG, groups.keep), True)
-    return torch.where(kept_TG[..., None], scores_TGM, -torch.inf).flatten(-2)
+    return kept_TG[..., None].expand_as(scores_TGM).flatten(-2)
 
 
 def top_k_routing(
@@ -120,19 +138,22 @@ def top_k_routing(
     """
     log_TE = log_scores(logits_TE, score)
     probs_TE = log_TE.exp() if score == "softmax" else torch.softmax(log_TE, dim=-1)
-    # The choice by logits is that by scores, and tells apart what underflows.
-    plain_TE = logits_TE if bias_E is None and groups is None else log_TE.exp()
     if experts_TK is None:
-        experts_TK = _choose(plain_TE, top_k, groups, bias_E)
-    free_TK = None if bias_E is None else _choose(plain_TE, top_k, groups, None)
+        experts_TK = _choose(logits_TE, log_TE, top_k, groups, bias_E)
+    limited = bias_E is not None or groups is not None
+    free_TK = highest_k(logits_TE, top_k) if limited else None
     chosen_TK = log_TE.gather(-1, experts_TK)
     weights_TK = torch.softmax(chosen_TK, dim=-1) if weights == "normalised" else chosen_TK.exp()
     return Selection(experts_TK, scale * weights_TK, probs_TE, free_TK=free_TK)
 
 
-def _choose(scores_TE: Tensor, top_k: int, groups: Groups | None, bias_E: Tensor | None) -> Tensor:
-    scores_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    return highest_k(scores_TE if groups is None else in_best_groups(scores_TE, groups), top_k)
+def _choose(logits_TE: Tensor, log_TE: Tensor, top_k: int, groups: Groups | None, bias_E: Tensor | None) -> Tensor:
+    # Without a bias the order of logits is that of scores, and tells apart what underflows.
+    order_TE = logits_TE.detach() if bias_E is None else log_TE.detach().exp() + bias_E
+    if groups is not None:
+        scores_TE = log_TE.detach().exp() if bias_E is None else order_TE
+        order_TE = torch.where(in_best_groups(scores_TE, groups), order_TE, -torch.inf)
+    return highest_k(order_TE, top_k)
 
 
 def gshard_routing(logits_TE: Tensor, noise: Noise | None, experts_TK: Tensor | None = None) -> Selection:
@@ -205,8 +226,7 @@ def expert_choice_routing(
     live = tokens if live_T is None else int(live_T.sum())
     each = min(live, -(-top_k * live // num_experts))
     ranked_TE = probs_TE.detach() if live_T is None else torch.where(live_T[:, None], probs_TE.detach(), -torch.inf)
-    order_TE = torch.sort(ranked_TE, dim=0, descending=True, stable=True).indices
-    kept_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(0, order_TE[:each], True)
+    kept_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(0, highest_k(ranked_TE.T, each).T, True)
     width = max(1, int(kept_TE.sum(dim=-1).max())) if tokens else 1
     experts_TK = torch.sort(kept_TE, dim=-1, descending=True, stable=True).indices[:, :width]
     return Selection(experts_TK, probs_TE.gather(-1, experts_TK), probs_TE, taken_TK=kept_TE.gather(-1, experts_TK))
@@ -217,11 +237,10 @@ def hash_table(vocab_size: int, num_experts: int, top_k: int, generator: torch.G
 
     The first experts of all ids together are spread evenly.
     """
-    first_V = torch.randperm(vocab_size, generator=generator) % num_experts
+    first_V = torch.randperm(vocab_size, generator=generator, device="cpu") % num_experts
     # The others follow at distinct random distances around the ring of experts.
-    distance_VE = (
-        torch.rand(vocab_size, max(num_experts - 1, 1), generator=generator).argsort(dim=-1)[:, : top_k - 1] + 1
-    )
+    random_VE = torch.rand(vocab_size, max(num_experts - 1, 1), generator=generator, device="cpu")
+    distance_VE = random_VE.argsort(dim=-1)[:, : top_k - 1] + 1
     return torch.cat([first_V[:, None], (first_V[:, None] + distance_VE) % num_experts], dim=-1)
 
 
@@ -257,7 +276,17 @@ def record(selection: Selection, full_TK: Tensor | None) -> Tensor:
 
 
 def read_record(recorded_TK: Tensor, choices: int) -> Recorded:
-    """What `record` wrote; ``choices`` is E."""
+    """What `record` wrote; ``choices`` is E.
+
+    Raises:
+        ValueError: an entry that `record` does not write.
+    """
+    wrong = (recorded_TK >= choices) | (recorded_TK < -2 * choices)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"the selection holds {int(recorded_TK[wrong][0])} but there are {choices} experts; entries are 0 to "
+            f"{choices - 1}, or {-2 * choices} to -1 for what was not executed."
+        )
     full_TK = recorded_TK < -choices
     experts_TK = torch.where(recorded_TK < 0, -1 - recorded_TK, recorded_TK) % choices
     taken_TK = (recorded_TK >= 0) | full_TK

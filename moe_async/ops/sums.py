@@ -25,7 +25,7 @@ class RoutingSums(NamedTuple):
     Attributes:
         counts_E: int64, assignments to each expert before any drop.
         first_counts_E: int64, first choices alone.
-        free_counts_E: int64, assignments that the scores alone, without the selection bias, would have made.
+        free_counts_E: int64, assignments that scores alone, without selection bias and groups, would have made.
         dropped_E: int64, assignments dropped because the expert was full.
         prob_sum_E: sum of the full router distribution, with gradient.
         weight_sum_E: sum of the weights of assignments before any drop, with gradient (Shazeer's importance).
@@ -164,9 +164,10 @@ class _PerSequence(NamedTuple):
         length = self.tokens // max(self.sequences, 1)
         sequence_T = torch.arange(self.tokens, device=experts_TK.device) // max(length, 1)
         place_TK = sequence_T[:, None] * self.choices + experts_TK
+        one_TK = torch.ones_like(experts_TK) if taken_TK is None else taken_TK.long()
         if self.live_T is not None:
-            live_TK = self.live_T[:, None].expand_as(experts_TK)
-            taken_TK = live_TK if taken_TK is None else live_TK & taken_TK
-        places = place_TK.reshape(-1) if taken_TK is None else place_TK[taken_TK]
-        counts = torch.bincount(places, minlength=self.sequences * self.choices)
+            one_TK = one_TK * self.live_T[:, None]
+        # Added up by place: counting the kept ones would need to know on the host how many there are.
+        counts = torch.zeros(self.sequences * self.choices, dtype=torch.int64, device=experts_TK.device)
+        counts.scatter_add_(0, place_TK.reshape(-1), one_TK.reshape(-1))
         return counts.view(self.sequences, self.choices)

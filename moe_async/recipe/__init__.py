@@ -1,10 +1,11 @@
 """Recipes: the schema, the YAML loader and the DeepSpeed JSON that follows from a recipe. Needs no torch."""
 
 from moe_async.recipe.architecture import ModelSection
+from moe_async.recipe.balance import BalanceTerm
 from moe_async.recipe.compare import state_differences
 from moe_async.recipe.deepspeed_config import deepspeed_config
 from moe_async.recipe.loader import dump_recipe, load_recipe, parse_recipe
-from moe_async.recipe.moe import BalanceTerm, CapacitySection, EveryLayers, MoeSection
+from moe_async.recipe.moe import CapacitySection, EveryLayers, MoeSection
 from moe_async.recipe.routers import RouterSection, TopKRouter
 from moe_async.recipe.schema import Recipe
 from moe_async.recipe.text import DataSection, SourceEntry

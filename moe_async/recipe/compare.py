@@ -29,6 +29,7 @@ _STATE_ENTRIES: Mapping[str, Sequence[str]] = {
         "expert_bias",
         "shared_dim",
         "shared_gate",
+        "device_groups",
     ),
     "optim": ("kind", "momentum", "betas"),
 }
@@ -55,6 +56,8 @@ def _entries(recipe: Recipe, section: str) -> dict[str, Any]:
     """Gives a section's entries; an absent section has none."""
     content = getattr(recipe, section)
     entries: dict[str, Any] = {} if content is None else content.model_dump()
+    # How weights began says nothing of what they are now.
+    entries.pop("init", None)
     if "router" in entries:
         router = entries.pop("router")
         entries |= {f"router.{name}": value for name, value in router.items()}

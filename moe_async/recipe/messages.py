@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 STATEMENT = "statement"
 UNION_KIND = "union_kind"
@@ -44,6 +44,13 @@ _RULES: dict[str, str] = {
 def statement(text: str) -> PydanticCustomError:
     """Gives an error whose text is a whole sentence already, with its paths and values in it."""
     return PydanticCustomError(STATEMENT, "{text}", {"text": text})
+
+
+def refuse_all(problems: Sequence[str], value: object) -> None:
+    """Raises every problem as an error of its own; none when there is none."""
+    if problems:
+        details = [InitErrorDetails(type=statement(text), input=value) for text in problems]
+        raise ValidationError.from_exception_data("recipe", details)
 
 
 def union_tag(name: str) -> str:

@@ -7,12 +7,14 @@ in `schema`.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, ValidationInfo, field_validator
 
 from moe_async.errors import RecipeError
-from moe_async.recipe.messages import alternatives, nearest_divisors, statement, union_tag
+from moe_async.recipe.balance import BalanceTerm, loss_problems
+from moe_async.recipe.messages import alternatives, describe_errors, nearest_divisors, refuse_all, statement, union_tag
 from moe_async.recipe.routers import RouterSection, TopKRouter, router_problem
 from moe_async.recipe.section import Section
 
@@ -45,51 +47,10 @@ MoeLayers = Annotated[
 ]
 
 
-BalanceLoss = Literal["switch", "gshard", "importance", "load", "z", "sequence", "device", "communication"]
-Scope = Literal["micro_batch", "sequence", "step", "previous"]
-
-
-class BalanceTerm(Section):
-    """One loss that keeps routing even."""
-
-    loss: BalanceLoss = Field(
-        description="switch: experts times the sum of token share and mean probability, 1 when even; gshard: the same"
-        " with the share of first choices; importance: squared coefficient of variation of the summed weights; load:"
-        " the same of the chance to be chosen (noisy_topk); z: mean squared log-sum-exp of the router logits;"
-        " sequence: DeepSeek-V3's, shares by scores without the bias; device and communication: DeepSeek-V2's, over"
-        " moe.device_groups. Required."
-    )
-    coefficient: float = Field(ge=0, description="Factor of the loss in the training objective. Required.")
-    scope: Scope = Field(
-        default=None,
-        validate_default=True,
-        description="Tokens that the loss is about: each sequence; each micro-batch of each rank; or step, all of an"
-        " optimizer step, which is exactly the loss of one large batch (moe.step_loads says how). previous: as step,"
-        " but with the loads of the step before. Narrower scopes count by their tokens; z is the same for all."
-        " Default: micro_batch, and sequence for the loss of that name.",
-    )
-
-    @field_validator("scope", mode="before")
-    @classmethod
-    def _fill_scope(cls, value: object, info: ValidationInfo) -> object:
-        if value is None:
-            return "sequence" if info.data.get("loss") == "sequence" else "micro_batch"
-        return value
-
-    @field_validator("scope")
-    @classmethod
-    def _sequence_is_its_own_scope(cls, value: Scope, info: ValidationInfo) -> Scope:
-        if info.data.get("loss") == "sequence" and value != "sequence":
-            raise ValueError(
-                "the loss sequence is over each sequence. Leave scope out, or use loss: switch for another scope."
-            )
-        return value
-
-
 class CapacitySection(Section):
     """A limit to the tokens that an expert takes from one rank's micro-batch: capacity = factor * top_k * T / experts.
 
-    T is the largest number of tokens of any rank, so that all ranks agree.
+    T is the largest number of tokens of any rank in training, so that all ranks agree; the rank's own in evaluation.
     """
 
     factor: float | None = Field(
@@ -165,7 +126,7 @@ class MoeSection(Section):
     )
     device_groups: int | None = Field(
         default=None,
-        ge=1,
+        ge=2,
         description="Equal groups of consecutive experts that the losses device and communication balance; as a rule"
         " the expert-parallel size. Default: null, none.",
     )
@@ -265,8 +226,9 @@ class MoeSection(Section):
     def _groups_divide(cls, value: int | None, info: ValidationInfo) -> int | None:
         experts = info.data.get("num_experts")
         if value is not None and experts is not None and experts % value:
-            near = alternatives(nearest_divisors(experts, value))
-            raise ValueError(f"it must divide moe.num_experts, which is {experts}. Use device_groups: {near}.")
+            near = [size for size in nearest_divisors(experts, value) if size > 1]
+            repair = f"Use device_groups: {alternatives(near)}." if near else "Leave it out."
+            raise ValueError(f"it must divide moe.num_experts, which is {experts}. {repair}")
         return value
 
     @field_validator("balance")
@@ -284,18 +246,7 @@ class MoeSection(Section):
     @classmethod
     def _losses_fit(cls, value: list[BalanceTerm], info: ValidationInfo) -> list[BalanceTerm]:
         losses = {term.loss for term in value}
-        grouped = sorted(losses & {"device", "communication"})
-        if grouped and "device_groups" in info.data and info.data["device_groups"] is None:
-            raise statement(
-                f"moe.balance has the loss {grouped[0]} but moe.device_groups is null; the loss is over groups of"
-                " experts. Set moe.device_groups, as a rule to the expert-parallel size."
-            )
-        router = info.data.get("router")
-        if "load" in losses and router is not None and router.kind != "noisy_topk":
-            raise statement(
-                f"moe.balance has the loss load but moe.router.kind is {router.kind}; that loss is the chance to be"
-                " chosen under the learned noise. Use router: {kind: noisy_topk}, or loss: importance."
-            )
+        refuse_all(loss_problems(losses, info.data), value)
         return value
 
     @field_validator("deduplicate")
@@ -336,3 +287,16 @@ class MoeSection(Section):
                 )
             return tuple(sorted(self.layers))
         return tuple(range(num_layers))
+
+
+def parse_moe(options: Mapping[str, Any]) -> MoeSection:
+    """The section that options of a single layer stand for; None is left out.
+
+    Raises:
+        RecipeError: an option is not valid, or does not fit another; lists every error.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return MoeSection.model_validate(given)
+    except ValidationError as error:
+        raise RecipeError("\n".join(describe_errors(error, MoeSection, given))) from error

@@ -5,13 +5,11 @@ The classes are also what `moe_async.moe.MoELayer` takes, so a layer of one's ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from moe_async.errors import RecipeError
-from moe_async.recipe.messages import UNION_KIND, alternatives, describe_errors, nearest_divisors, union_tag
+from moe_async.recipe.messages import UNION_KIND, alternatives, nearest_divisors, union_tag
 from moe_async.recipe.section import Section
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
@@ -60,6 +58,14 @@ class BiasUpdate(Section):
     )
     integral: float = Field(default=0.0, ge=0, description="pid: factor of the errors' sum. Default: 0.")
     derivative: float = Field(default=0.0, ge=0, description="pid: factor of the error's change. Default: 0.")
+
+    @field_validator("integral", "derivative")
+    @classmethod
+    def _only_pid_has_them(cls, value: float, info: ValidationInfo) -> float:
+        rule = info.data.get("rule", "pid")
+        if value and rule != "pid":
+            raise ValueError(f"the rule is {rule}, which does not use it. Use rule: pid, or leave it out.")
+        return value
 
 
 class RouterOptions(Section):
@@ -264,6 +270,13 @@ def router_problem(router: RouterOptions, num_experts: int, top_k: int, zero_exp
             f"{prefix}zero_experts is {zero_experts} but {given}; only switch, topk and sigmoid_bias choose among"
             " zero experts. Use zero_experts: 0, or another kind."
         )
+    wanted = getattr(getattr(router, "update", None), "experts_per_token", None)
+    if wanted is not None and (not zero_experts or wanted > top_k):
+        return (
+            f"{prefix}router.update.experts_per_token is {wanted:g} with {prefix}top_k {top_k} and {zero_experts} zero"
+            " experts; it says how many of a token's top_k shall be real ones where there are zero experts. Use at most"
+            " top_k and zero_experts, or leave it out."
+        )
     groups = getattr(router, "groups", None)
     return "" if groups is None else _groups_problem(groups, num_experts, top_k, zero_experts, prefix)
 
@@ -276,10 +289,11 @@ def _groups_problem(groups: GroupsSection, num_experts: int, top_k: int, zero_ex
             " the two."
         )
     if num_experts % groups.number:
-        near = alternatives(nearest_divisors(num_experts, groups.number))
+        near = [size for size in nearest_divisors(num_experts, groups.number) if size > 1]
+        repair = f"Use number: {alternatives(near)}." if near else "Remove the groups."
         return (
-            f"{place}.number is {groups.number} but {prefix}num_experts is {num_experts}; the groups must be equal. Use"
-            f" number: {near}."
+            f"{place}.number is {groups.number} but {prefix}num_experts is {num_experts}; the groups must be equal."
+            f" {repair}"
         )
     size = num_experts // groups.number
     if groups.top > size:
@@ -290,19 +304,3 @@ def _groups_problem(groups: GroupsSection, num_experts: int, top_k: int, zero_ex
             f" Use keep: {-(-top_k // size)} at least, or top_k: {groups.keep * size} at most."
         )
     return ""
-
-
-def parse_router(value: RouterSection | Mapping[str, Any]) -> RouterSection:
-    """A router's section from a mapping such as ``{"kind": "switch"}``; a section is given back.
-
-    Raises:
-        RecipeError: the mapping is not valid; lists every error.
-    """
-    try:
-        return _Holder.model_validate({"router": value}).router
-    except ValidationError as error:
-        raise RecipeError("\n".join(describe_errors(error, _Holder, {"router": value}))) from error
-
-
-class _Holder(Section):
-    router: RouterSection = Field(description="How tokens choose experts. Required.")

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import InitErrorDetails
+from pydantic import Field, ValidationInfo, field_validator
 
 from moe_async.errors import RecipeError
 from moe_async.recipe.architecture import ModelSection
 from moe_async.recipe.deepspeed_config import refused_options
-from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, statement
+from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, refuse_all, statement
 from moe_async.recipe.moe import MoeSection
 from moe_async.recipe.section import Section
 from moe_async.recipe.text import DataSection
@@ -85,27 +84,9 @@ class Recipe(Section):
 
     @field_validator("parallel")
     @classmethod
-    def _experts_divide(cls, value: ParallelSection, info: ValidationInfo) -> ParallelSection:
-        if "moe" not in info.data:
-            return value
-        moe = info.data["moe"]
-        if moe is None and value.expert > 1:
-            raise statement(
-                f"parallel.expert is {value.expert} but moe is null; a dense model has no experts to spread."
-                " Use expert: 1, or add a moe section."
-            )
-        if moe is not None and moe.dispatcher == "local" and value.expert > 1:
-            raise statement(
-                f"moe.dispatcher is local but parallel.expert is {value.expert}, so most experts are elsewhere. Use"
-                " dispatcher: auto, or expert: 1."
-            )
-        if moe is not None and moe.num_experts % value.expert:
-            experts = alternatives(nearest_multiples(moe.num_experts, value.expert))
-            ranks = alternatives(nearest_divisors(moe.num_experts, value.expert))
-            raise statement(
-                f"moe.num_experts is {moe.num_experts} but parallel.expert is {value.expert}; the experts"
-                f" must divide evenly over the expert ranks. Use {experts} experts, or expert: {ranks}."
-            )
+    def _fits_the_experts(cls, value: ParallelSection, info: ValidationInfo) -> ParallelSection:
+        if "moe" in info.data:
+            refuse_all(_layout_problems(value, info.data["moe"]), value)
         return value
 
     @field_validator("optim")
@@ -121,25 +102,19 @@ class Recipe(Section):
     @field_validator("train")
     @classmethod
     def _fits_the_sections_before(cls, value: TrainSection, info: ValidationInfo) -> TrainSection:
-        if "optim" in info.data and info.data["optim"].schedule.warmup >= value.steps:
-            warmup = info.data["optim"].schedule.warmup
-            raise statement(
-                f"optim.schedule.warmup is {warmup} but train.steps is {value.steps}; warmup must end before"
-                f" training does. Use warmup: {value.steps - 1} at most, or steps: {warmup + 1} at least."
+        moe, parallel, optim = (info.data.get(name) for name in ("moe", "parallel", "optim"))
+        problems = [] if optim is None else _schedule_problems(value, optim)
+        if value.precision == "float64" and parallel is not None and parallel.zero:
+            problems.append(
+                f"train.precision is float64 but parallel.zero is {parallel.zero}; ZeRO 1 and 2 keep their own"
+                " partition in float32. Use zero: 0."
             )
-        if value.precision == "float64" and "parallel" in info.data and info.data["parallel"].zero:
-            raise statement(
-                f"train.precision is float64 but parallel.zero is {info.data['parallel'].zero}; ZeRO 1 and 2 keep their"
-                " own partition in float32. Use zero: 0."
+        if value.precision == "float64" and moe is not None and moe.products == "grouped":
+            problems.append(
+                "moe.products is grouped but train.precision is float64, for which torch has no grouped products. Use"
+                " products: auto."
             )
-        if "optim" in info.data and info.data["optim"].schedule.kind == "wsd":
-            schedule = info.data["optim"].schedule
-            if schedule.warmup + max(1, round(schedule.decay * value.steps)) > value.steps - 1:
-                raise statement(
-                    f"optim.schedule.warmup is {schedule.warmup} and decay takes {schedule.decay:g} of the"
-                    f" {value.steps} steps, so they overlap and the rate never reaches lr. Use decay:"
-                    f" {max(value.steps - 1 - schedule.warmup, 0) / value.steps:g} at most, or a shorter warmup."
-                )
+        refuse_all(problems, value)
         return value
 
     @field_validator("deepspeed")
@@ -150,9 +125,7 @@ class Recipe(Section):
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             problems.append(f"deepspeed does not fit into a JSON file: {error}. Use numbers, text, lists and mappings.")
-        if problems:
-            details = [InitErrorDetails(type=statement(text), input=value) for text in problems]
-            raise ValidationError.from_exception_data("deepspeed", details)
+        refuse_all(problems, value)
         return value
 
     def warnings(self) -> list[str]:
@@ -166,6 +139,13 @@ class Recipe(Section):
                     f"moe.balance.{index}.coefficient is {term.coefficient:g} for {term.loss}; usual are {low:g} to"
                     f" {high:g}. Such a value {effect}."
                 )
+        limit = self.moe.capacity if self.moe else None
+        if self.moe and limit and limit.eval_factor and (limit.policy != "position" or self.moe.top_k > 1):
+            sentences.append(
+                f"moe.capacity.eval_factor is {limit.eval_factor:g} with policy {limit.policy} and top_k"
+                f" {self.moe.top_k}: whether a token is dropped then depends on later tokens too, so held-out figures"
+                " are not those of a causal model. Leave eval_factor out."
+            )
         if self.moe and self.moe.router.compute == "bfloat16":
             sentences.append(
                 "moe.router.compute is bfloat16, in which many tokens go to other experts than their scores say. It"
@@ -219,3 +199,45 @@ class Recipe(Section):
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _layout_problems(parallel: ParallelSection, moe: MoeSection | None) -> list[str]:
+    """What keeps experts from being spread as the recipe says."""
+    if moe is None:
+        if parallel.expert == 1:
+            return []
+        return [
+            f"parallel.expert is {parallel.expert} but moe is null; a dense model has no experts to spread."
+            " Use expert: 1, or add a moe section."
+        ]
+    problems = []
+    if moe.num_experts % parallel.expert:
+        experts = alternatives(nearest_multiples(moe.num_experts, parallel.expert))
+        ranks = alternatives(nearest_divisors(moe.num_experts, parallel.expert))
+        problems.append(
+            f"moe.num_experts is {moe.num_experts} but parallel.expert is {parallel.expert}; the experts"
+            f" must divide evenly over the expert ranks. Use {experts} experts, or expert: {ranks}."
+        )
+    if moe.dispatcher == "local" and parallel.expert > 1:
+        problems.append(
+            f"moe.dispatcher is local but parallel.expert is {parallel.expert}, so most experts are elsewhere. Use"
+            " dispatcher: auto, or expert: 1."
+        )
+    return problems
+
+
+def _schedule_problems(train: TrainSection, optim: OptimSection) -> list[str]:
+    """What keeps the learning rate's schedule from fitting into the steps."""
+    schedule = optim.schedule
+    if schedule.warmup >= train.steps:
+        return [
+            f"optim.schedule.warmup is {schedule.warmup} but train.steps is {train.steps}; warmup must end before"
+            f" training does. Use warmup: {train.steps - 1} at most, or steps: {schedule.warmup + 1} at least."
+        ]
+    if schedule.kind == "wsd" and schedule.warmup + max(1, round(schedule.decay * train.steps)) > train.steps - 1:
+        return [
+            f"optim.schedule.warmup is {schedule.warmup} and decay takes {schedule.decay:g} of the"
+            f" {train.steps} steps, so they overlap and the rate never reaches lr. Use decay:"
+            f" {max(train.steps - 1 - schedule.warmup, 0) / train.steps:g} at most, or a shorter warmup."
+        ]
+    return []

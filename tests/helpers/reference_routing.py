@@ -71,20 +71,15 @@ def naive_top_k(
 ) -> NaiveToken:
     """Choice by score plus bias, weights by score alone; ``experts`` is a choice that was made elsewhere.
 
-    ``free`` is the choice by score alone where there is a bias, else the one that is executed.
+    ``free`` is the choice by score alone where there is a bias or a limit to groups, else the one that is executed.
     """
     scores = naive_scores(logits, score)
 
-    def chosen(offsets: Sequence[float]) -> list[int]:
-        values = [s + b for s, b in zip(scores.tolist(), offsets, strict=True)]
-        return best(values if groups is None else allowed(values, *groups), top_k)
-
-    nothing = [0.0] * len(scores)
-    free = chosen(nothing)
     if experts is None:
-        experts = chosen(nothing if bias is None else bias)
-    elif bias is None:
-        free = experts
+        offsets = [0.0] * len(scores) if bias is None else bias
+        values = [s + b for s, b in zip(scores.tolist(), offsets, strict=True)]
+        experts = best(values if groups is None else allowed(values, *groups), top_k)
+    free = experts if bias is None and groups is None else best(scores.tolist(), top_k)
     total = sum(scores[e] for e in experts) if rule == "normalised" else 1.0
     weights = [scale * scores[e] / total for e in experts]
     return NaiveToken(logits, scores / scores.sum(), experts, weights, [True] * len(experts), free)
@@ -289,8 +284,7 @@ def naive_output(
             else:
                 y = y + weight * naive_network(row, w_in, w_out, kind, b_in, b_out, factor)
         if "shared.w_in" in weights:
-            shared_kind = "swiglu" if kind == "swiglu_clamped" else kind
-            shared = naive_expert(row, weights["shared.w_in"], weights["shared.w_out"], shared_kind)
+            shared = naive_network(row, weights["shared.w_in"], weights["shared.w_out"], kind)
             if "shared_gate.weight" in weights:
                 shared = shared / (1 + torch.exp(-(weights["shared_gate.weight"][0] @ row)))
             y = y + shared
@@ -355,7 +349,7 @@ def naive_z(tokens: Tokens) -> Tensor:
 
 
 def naive_sequence(tokens: Tokens) -> Tensor:
-    """DeepSeek-V3: ``sum_i f_i P_i`` with ``f_i = E / (K L) sum_t 1[i in the top K by scores without bias]``."""
+    """DeepSeek-V3: ``sum_i f_i P_i`` with ``f_i = E / (K L) sum_t 1[i in the top K by scores alone]``."""
     mean = mean_probs(tokens)
     free = [token.free for token in alive(tokens)]
     slots = sum(len(experts) for experts in free)

@@ -1,14 +1,15 @@
 """The MoE layer in one process: outputs, sums and every gradient equal the loop over tokens."""
 
-import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 
 from moe_async.comm import World
-from moe_async.errors import TopologyError
+from moe_async.errors import RecipeError, TopologyError
 from moe_async.moe import MoELayer
+from moe_async.moe.dispatchers import make_dispatcher
 from moe_async.ops.balance import switch_loss, z_loss
 from moe_async.topology import Topology
 from tests.helpers.numerics import assert_all_close, assert_close
@@ -88,7 +89,7 @@ def test_top_1_router_learns_from_the_task_loss():
 
 
 def test_a_top_1_router_that_would_learn_nothing_is_refused():
-    with pytest.raises(TopologyError, match=r"over one expert the weight is always 1.*Use weights: raw"):
+    with pytest.raises(RecipeError, match=r"over one expert the weight is always 1.*Use weights: raw"):
         layer_and_weights(top_k=1, router={"kind": "topk", "weights": "normalised"})
 
 
@@ -177,20 +178,29 @@ def test_router_cast_to_bfloat16_is_refused():
         layer(torch.randn(2, DIM, dtype=torch.bfloat16))
 
 
-def test_deepcopy_and_bad_arguments():
+def test_bad_arguments():
     layer, _ = layer_and_weights()
     x = torch.randn(3, DIM, dtype=torch.float64)
-    assert torch.equal(copy.deepcopy(layer)(x).hidden, layer(x).hidden)
-    with pytest.raises(TopologyError, match=r"top_k is 5 with 4 experts"):
+    with pytest.raises(RecipeError, match=r"top_k is 5; it must be from 1 to moe\.num_experts, which is 4.*top_k: 4"):
         MoELayer(DIM, EXPERTS, 5)
-    with pytest.raises(ValueError, match=r"token_mask is torch\.float32"):
-        layer(x, torch.ones(3))
+    for mask in (torch.ones(3), torch.ones(3, 1, dtype=torch.bool), torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"token_mask is torch\..*it must be torch\.bool with the leading shape"):
+            layer(x, mask)
 
 
 def test_routes_the_same_twice():
     layer = MoELayer(DIM, EXPERTS, 2)
     x = torch.randn(64, DIM)
     assert torch.equal(layer(x).hidden, layer(x).hidden)
+
+
+def test_a_layer_fits_its_world():
+    with pytest.raises(
+        TopologyError, match=r"the layer has 6 experts but the topology was made for 4; .*num_experts=6"
+    ):
+        MoELayer(DIM, 6, 2, world=World(Topology(1, 1, EXPERTS)))
+    with pytest.raises(TopologyError, match=r"dispatcher is local but the expert group has 2 ranks.*dispatcher: auto"):
+        make_dispatcher("local", False, SimpleNamespace(size=2), 2)
 
 
 def test_a_state_dict_knows_its_experts():

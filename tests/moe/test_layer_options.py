@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import math
+import pickle
 
 import pytest
 import torch
@@ -227,7 +229,8 @@ def test_rows_of_the_sums_are_the_sequences():
         ({"router": {"kind": "sigmoid_bias", "apply": "input"}, "top_k": 1, "shared_dim": 3}, {"apply": "input"}),
         ({"shared_dim": 3, "shared_gate": True}, {}),
         ({"expert": "swiglu_clamped", "expert_bias": True, "shared_dim": 3, "shared_gate": True}, {}),
-        ({"expert": "relu2", "expert_bias": True, "zero_experts": 1}, {}),
+        ({"expert": "swiglu_clamped", "shared_dim": 3}, {}),
+        ({"expert": "relu2", "expert_bias": True, "zero_experts": 1, "shared_dim": 3}, {}),
         ({"expert": "gelu", "expert_bias": True, "router": {"kind": "topk", "apply": "input"}}, {"apply": "input"}),
     ],
     ids=str,
@@ -239,9 +242,25 @@ def test_parts_of_the_layer_equal_the_naive_layer(options, naive, mask):
     with torch.no_grad():
         # Far enough out for the limits of the clamped kind.
         layer.experts.w_in.mul_(4)
+        if layer.shared is not None:
+            layer.shared.w_in.mul_(30)
     output, _ = compare(layer, mask, losses, **naive)
     if options.get("zero_experts"):
         assert 0 < output.routing.total().counts_E[EXPERTS:].sum() < output.routing.total().counts_E.sum()
+
+
+def test_the_shared_expert_is_of_the_kind_of_the_experts_without_biases():
+    for kind in ("swiglu", "gelu", "relu2", "swiglu_clamped"):
+        layer = layer_of(expert=kind, expert_bias=True, shared_dim=3)
+        assert layer.shared.kind == kind and {name for name, _ in layer.shared.named_parameters()} == {"w_in", "w_out"}
+    # gate 8 (limited to 7) and up 9 (limited to 7).
+    layer = layer_of(expert="swiglu_clamped", shared_dim=1)
+    with torch.no_grad():
+        layer.experts.w_out.zero_()
+        layer.shared.w_in.copy_(float64([[8.0, 0, 0, 0, 0], [9.0, 0, 0, 0, 0]]))
+        layer.shared.w_out.fill_(1.0)
+    hidden = layer(float64([[1.0, 0, 0, 0, 0]])).hidden
+    assert_close(hidden, torch.full((1, DIM), 7 * 8 / (1 + math.exp(-1.702 * 7)), dtype=torch.float64))
 
 
 def test_a_zero_expert_gives_the_token_back_by_hand():
@@ -353,6 +372,36 @@ def test_evaluation_drops_nothing_unless_told_to():
         # Without noise `random` is by position.
         by_position = layer_of(capacity=capacity_of(0.5, policy="position"))(x)
         assert torch.equal(limited.eval()(x).hidden, by_position.hidden)
+
+
+def test_a_capacity_is_a_mapping_or_a_section():
+    x, rule = inputs(), {"factor": 0.5, "policy": "probability", "minimum": 2}
+    mapping, section = layer_of(capacity=rule), layer_of(capacity=CapacitySection(**rule))
+    assert mapping.limit.rule == section.limit.rule == mapping.section.capacity
+    assert mapping(x).routing.dropped.sum() > 0 and torch.equal(mapping(x).selection, section(x).selection)
+    assert layer_of(capacity=None).limit is None
+
+
+class OtherRanks:
+    """A group whose other ranks have more tokens than this one."""
+
+    size, calls = 2, 0
+
+    def all_reduce(self, tensor, op):
+        assert op == "max"
+        self.calls += 1
+        return tensor + 100
+
+
+def test_the_capacity_follows_from_all_ranks_in_training_and_from_this_one_in_evaluation():
+    x = inputs()
+    layer = layer_of(capacity=capacity_of(0.5, eval_factor=0.5))
+    alone = layer(x, MASK)
+    assert alone.routing.dropped.sum() > 0
+    layer.limit.everyone = OtherRanks()
+    assert layer(x, MASK).routing.dropped.sum() == 0 and layer.limit.everyone.calls == 1
+    # Nothing is asked of the others, who may not evaluate at all.
+    assert torch.equal(layer.eval()(x, MASK).selection, alone.selection) and layer.limit.everyone.calls == 1
 
 
 def test_evaluation_does_not_depend_on_the_other_tokens_of_the_batch():
@@ -648,9 +697,25 @@ def test_the_selection_bias_is_in_the_state_dict():
     low = {name: v.bfloat16() if v.is_floating_point() else v for name, v in state.items()}
     for name in BUFFERS:
         assert torch.equal(getattr(other.router, name), getattr(layer.router, name))
-    other.load_state_dict(low)
-    assert other.router.selection_bias.dtype == torch.float32
+    for assign in (False, True):
+        other = MoELayer(DIM, EXPERTS, 2, 4, router={"kind": "sigmoid_bias"})
+        other.load_state_dict(low, assign=assign)
+        for name in BUFFERS:
+            assert getattr(other.router, name).dtype == torch.float32
+            assert torch.equal(getattr(other.router, name), low[f"router.{name}"].float())
+        assert other.router.bias_state.bias_E is other.router.selection_bias
     assert not any("selection_bias" in name for name in layer_of().state_dict())
+
+
+def test_the_selection_bias_is_float32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = MoELayer(DIM, EXPERTS, 2, 4, router={"kind": "sigmoid_bias"})
+        layer.router.update_bias(torch.arange(EXPERTS), 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.router.weight.dtype == torch.float64 and layer.router.selection_bias.any()
+    assert {getattr(layer.router, name).dtype for name in BUFFERS} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -678,13 +743,51 @@ def test_a_layer_made_on_meta_is_filled_like_any_other(name):
         )
 
 
-def test_the_hash_table_follows_from_the_seed_and_is_not_in_the_state_dict():
+def test_the_hash_table_follows_from_the_seed_and_is_in_the_state_dict():
     layers = [MoELayer(DIM, EXPERTS, 2, 4, router={"kind": "hash"}, vocab_size=50, seed=seed) for seed in (1, 1, 2)]
     tables = [layer.router.table for layer in layers]
     assert torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
     assert tables[0].shape == (50, 2) and (tables[0][:, 0] != tables[0][:, 1]).all()
-    assert not any("table" in name for name in layers[0].state_dict())
     assert layers[0].to(torch.float64).router.table.dtype == torch.int64
+    # A layer that goes on from another's state routes as that one did, whatever its own seed.
+    layers[2].load_state_dict(layers[1].state_dict())
+    assert torch.equal(layers[2].router.table, tables[1])
+    x, own = normal(9, DIM).float(), torch.arange(9)
+    assert torch.equal(layers[2](x, token_ids=own).hidden, layers[1](x, token_ids=own).hidden)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"router": router, "top_k": top_k} for router, top_k in ROUTERS.values()),
+        *NOISY,
+        {"zero_experts": 2, "shared_dim": 3, "shared_gate": True, "expert_bias": True, "device_groups": 2},
+        {"wire": "float32", "dispatcher": "all_to_all", "deduplicate": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_a_layer_is_a_layer_of_its_own(options, copied):
+    layer = layer_of(**options)
+    before = {name: value.clone() for name, value in layer.state_dict().items() if torch.is_tensor(value)}
+    twin = copied(layer)
+    assert twin.section == layer.section and str(twin) == str(layer) and twin.training
+    results = []
+    for each in (layer, twin):
+        x = inputs().requires_grad_()
+        output, _ = in_training(each, x, MASK, ids())
+        (output.hidden.square().sum() + switch_loss(output.routing.total())).backward()
+        results.append((output.hidden, output.selection, x.grad, *(p.grad for p in each.parameters())))
+    for value, expected in zip(*results, strict=True):
+        assert (value is None) == (expected is None) and (value is None or torch.equal(value, expected))
+    # Nothing is shared: what the copy learns is its own.
+    with torch.no_grad():
+        for value in (*twin.parameters(), *twin.buffers()):
+            value.add_(1)
+    for name, value in before.items():
+        assert torch.equal(layer.state_dict()[name], value), name
 
 
 # What is refused
@@ -716,6 +819,16 @@ def test_masked_tokens_may_hold_anything(name):
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
+@pytest.mark.parametrize("anything", [-1, -5, VOCAB, 2**40])
+def test_ids_of_masked_tokens_may_be_anything(anything):
+    layer, x = layer_of(*ROUTERS["hash"]), inputs()
+    clean = layer(x, MASK, ids())
+    output = layer(x, MASK, ids().where(MASK, anything))
+    assert torch.equal(output.hidden, clean.hidden)
+    assert torch.equal(output.selection[MASK], clean.selection[MASK])
+    assert_same_sums(output, clean)
+
+
 @pytest.mark.parametrize("bad", [ids()[:1], ids().int(), ids().double(), ids()[..., None], ids().T], ids=str)
 def test_token_ids_that_do_not_fit_are_refused(bad):
     with pytest.raises(
@@ -724,7 +837,19 @@ def test_token_ids_that_do_not_fit_are_refused(bad):
         layer_of(*ROUTERS["hash"])(inputs(), token_ids=bad)
 
 
-@pytest.mark.parametrize("change", [lambda s: s[:1], lambda s: s.int(), lambda s: s.double(), lambda s: s[:, 0]])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s[:1],
+        lambda s: s.int(),
+        lambda s: s.double(),
+        lambda s: s[:, 0],
+        lambda s: s[..., :1],
+        lambda s: s[..., :0],
+        lambda s: torch.cat([s, s], dim=-1),
+        lambda s: s[0, 0, 0],
+    ],
+)
 def test_selections_that_do_not_fit_are_refused(change):
     recorded = layer_of()(inputs()).selection
     with pytest.raises(
@@ -733,12 +858,27 @@ def test_selections_that_do_not_fit_are_refused(change):
         layer_of()(inputs(), selection=change(recorded))
 
 
-@pytest.mark.parametrize("expert", [EXPERTS, EXPERTS + 1, 10 * EXPERTS, -1 - 2 * EXPERTS], ids=str)
-def test_selections_of_experts_that_do_not_exist_are_refused(expert):
-    recorded = layer_of()(inputs()).selection
-    recorded[1, 3, 1] = expert
-    with pytest.raises((ValueError, IndexError)):
-        layer_of()(inputs(), selection=recorded)
+@pytest.mark.parametrize("zero_experts", [0, 2])
+@pytest.mark.parametrize("router", [ROUTERS["topk"][0], ROUTERS["sigmoid"][0], ROUTERS["expert_choice"][0]], ids=str)
+def test_selections_of_experts_that_do_not_exist_are_refused(router, zero_experts):
+    if zero_experts:
+        router = {"kind": "topk"}
+    layer, choices = layer_of(router, zero_experts=zero_experts), EXPERTS + zero_experts
+    recorded = layer(inputs()).selection
+    for expert in (choices, choices + 1, 10 * choices, -1 - 2 * choices, -(2**40)):
+        recorded[1, 3, 1] = expert
+        with pytest.raises(ValueError, match=rf"the selection holds {expert} but there are {choices} experts"):
+            layer(inputs(), selection=recorded)
+    for expert in (choices - 1, -1, -choices, -1 - choices, -2 * choices):
+        recorded[1, 3, 1] = expert
+        assert torch.equal(layer(inputs(), selection=recorded).selection, recorded)
+
+
+def test_expert_choice_takes_selections_of_any_width():
+    layer = layer_of(*ROUTERS["expert_choice"])
+    for width in (1, 2, 5):
+        recorded = torch.arange(width).expand(2, TOKENS // 2, width)
+        assert torch.equal(layer(inputs(), selection=recorded).selection, recorded)
 
 
 def test_a_hash_router_needs_ids_and_their_number():
@@ -751,33 +891,69 @@ def test_a_hash_router_needs_ids_and_their_number():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"router": {"kind": "switch"}}, r"kind is switch but top_k is 2"),
-        ({"router": {"kind": "gshard"}, "top_k": 1}, r"kind is gshard but top_k is 1"),
+        ({"router": {"kind": "switch"}}, r"kind is switch but moe\.top_k is 2"),
+        ({"router": {"kind": "gshard"}, "top_k": 1}, r"kind is gshard but moe\.top_k is 1"),
         ({"router": {"kind": "noisy_topk"}, "top_k": 1}, r"its softmax over the one expert taken is always 1"),
         (
             {"router": {"kind": "topk", "weights": "normalised"}, "top_k": 1},
-            r"top_k is 1 but the weights .* normalised",
+            r"moe\.top_k is 1 but the weights of moe\.router are normalised",
         ),
-        ({"router": {"kind": "gshard"}, "zero_experts": 1}, r"zero_experts is 1 but router\.kind is gshard"),
+        ({"router": {"kind": "gshard"}, "zero_experts": 1}, r"zero_experts is 1 but moe\.router\.kind is gshard"),
         (
             {"router": {"kind": "hash"}, "zero_experts": 1, "vocab_size": 9},
             r"only switch, topk and sigmoid_bias choose",
         ),
-        ({"router": {"kind": "topk", "groups": {"number": 4, "keep": 1}}}, r"number is 4 but num_experts is 6"),
+        ({"router": {"kind": "topk", "groups": {"number": 4, "keep": 1}}}, r"number is 4 but moe\.num_experts is 6"),
         ({"router": {"kind": "topk", "groups": {"number": 6, "keep": 1}}}, r"top is 2 but a group has 1 experts"),
         (
             {"router": {"kind": "topk", "groups": {"number": 6, "keep": 1, "top": 1}}},
-            r"leaves 1 experts, but top_k is 2",
+            r"leaves 1 experts, but moe\.top_k is 2",
         ),
         ({"router": {"kind": "topk", "groups": {"number": 3, "keep": 1}}, "zero_experts": 1}, r"are in no group"),
-        ({"device_groups": 4}, r"6 experts and 4 device groups; the groups must be equal"),
-        ({"top_k": 7}, r"top_k is 7 with 6 experts"),
+        (
+            {"router": {"kind": "sigmoid_bias", "update": {"experts_per_token": 3.0}}, "zero_experts": 1},
+            r"experts_per_token is 3 with moe\.top_k 2 and 1 zero experts",
+        ),
+        (
+            {"device_groups": 4},
+            r"^device_groups is 4; it must divide moe\.num_experts, which is 6.*device_groups: 3 or 6",
+        ),
+        ({"device_groups": 1}, r"^device_groups is 1; it must be 2 or more"),
+        ({"top_k": 7}, r"^top_k is 7; it must be from 1 to moe\.num_experts, which is 6"),
+        ({"top_k": 0}, r"^top_k is 0; it must be 1 or more"),
+        ({"expert_dim": -1}, r"^expert_dim is -1; it must be greater than 0"),
+        ({"shared_gate": True}, r"^shared_gate is true; there is no shared expert, because shared_dim is 0"),
+        ({"shared_dim": -1}, r"^shared_dim is -1; it must be 0 or more"),
+        ({"expert_dropout": 1.0}, r"^expert_dropout is 1\.0; it must be less than 1"),
+        ({"capacity": {"factor": 0}}, r"^capacity\.factor is 0; it must be greater than 0"),
+        ({"capacity": {"factr": 1.0}}, r"capacity\.factr is not a known key\. Did you mean factor\?"),
+        ({"capacity": 1.25}, r"^capacity is 1\.25; it must be a mapping of keys to values"),
+        (
+            {"capacity": {"factor": 1.0}, "router": ROUTERS["expert_choice"][0]},
+            r"moe\.capacity is set but moe\.router\.kind is expert_choice",
+        ),
+        (
+            {"capacity": {"factor": 1.0, "normalise": "after"}, "router": {"kind": "topk", "weights": "raw"}},
+            r"moe\.capacity\.normalise is after but moe\.router\.weights is raw",
+        ),
+        ({"expert": "silu"}, r"^expert is 'silu'; it must be one of 'swiglu', 'gelu', 'relu2' or 'swiglu_clamped'"),
+        ({"dispatcher": "global"}, r"^dispatcher is 'global'; it must be one of 'auto', 'local'"),
+        ({"wire": "float16"}, r"^wire is 'float16'; it must be one of 'compute' or 'float32'. Did you mean float32\?"),
+        ({"products": "fast"}, r"^products is 'fast'; it must be one of 'auto', 'loop' or 'grouped'"),
+        ({"deduplicate": True, "dispatcher": "all_gather"}, r"^deduplicate is true; moe\.dispatcher is all_gather"),
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(TopologyError, match=message):
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(RecipeError, match=message):
         MoELayer(DIM, EXPERTS, **{"top_k": 2, **options})
+
+
+def test_all_wrong_options_are_named_at_once():
+    with pytest.raises(RecipeError) as caught:
+        MoELayer(DIM, EXPERTS, 7, shared_gate=True, device_groups=4, wire="float16", router={"kind": "best"})
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["top_k", "router.kind", "shared_gate", "device_groups", "wire"]
 
 
 def test_a_router_that_does_not_exist_is_refused():

@@ -11,7 +11,8 @@ from moe_async.ops.load import load_balance
 from tests.helpers.numerics import assert_close
 from tests.helpers.reference_routing import NaiveBias, naive_bias_update
 
-RULES = ["sign", "proportional", "pid"]
+GAINS = {"sign": {}, "proportional": {}, "pid": {"integral": 0.5, "derivative": 0.5}}
+RULES = list(GAINS)
 float64 = functools.partial(torch.tensor, dtype=torch.float64)
 
 
@@ -43,6 +44,15 @@ def test_errors_with_zero_experts_by_hand():
     # Of K = 2 places 1.5 shall go to three experts, so each shall have the share 1.5 / (2 * 3) = 1/4.
     errors = load_errors(torch.tensor([4, 2, 1, 1]), 3, 1.5, 2)
     assert errors.tolist() == [-1.0, 0.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_an_even_load_is_exactly_no_error(wanted):
+    # 1 / 49 * 49 is not 1 in floating point, and the rule `sign` would take the rest for a load.
+    for choices in range(2, 200):
+        for count in (1, 7, 1000):
+            errors = load_errors(torch.full((choices,), count), choices - 1 if wanted is None else choices, wanted, 2)
+            assert not errors.any(), (choices, count)
 
 
 def test_nothing_routed_is_no_error():
@@ -98,14 +108,14 @@ def test_equals_the_naive_rule_over_many_updates(rule, num_zero):
 def test_an_even_load_moves_nothing(rule):
     for num_experts in range(2, 13):
         for top_k in range(1, num_experts + 1):
-            router = router_of(num_experts, top_k, rule=rule, integral=0.5, derivative=0.5)
+            router = router_of(num_experts, top_k, rule=rule, **GAINS[rule])
             assert bias_after(router, [7] * num_experts) == [0.0] * num_experts
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_an_even_load_with_zero_experts_moves_nothing(rule):
     for num_experts, num_zero in ((2, 1), (3, 2), (3, 4), (5, 1), (8, 4)):
-        router = router_of(num_experts, 2, num_zero, rule=rule, integral=0.5, derivative=0.5)
+        router = router_of(num_experts, 2, num_zero, rule=rule, **GAINS[rule])
         router.update_bias(torch.full((num_experts + num_zero,), 7), 1)
         assert_close(router.selection_bias, torch.zeros(num_experts + num_zero))
 
@@ -159,7 +169,8 @@ def test_no_gradient_moves_the_bias():
 @pytest.mark.parametrize("rule", RULES)
 def test_a_skewed_router_becomes_even(rule):
     """One logit is ahead by 1; the bias takes the load of each step and evens it out."""
-    router = router_of(8, 2, rule=rule, rate=0.02, integral=0.05, derivative=0.1)
+    gains = {"integral": 0.05, "derivative": 0.1} if rule == "pid" else {}
+    router = router_of(8, 2, rule=rule, rate=0.02, **gains)
     router.weight.copy_(torch.randn(8, 3, generator=torch.Generator().manual_seed(1)))
     router.weight[0, 2], router.weight[1:, 2] = 1.0, 0.0
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(2))

@@ -2,11 +2,12 @@
 
 import functools
 import math
+import shutil
 
 import pytest
 import torch
 
-from moe_async.ops.ffn import ExpertWeights, activate, expert_loop, feed_forward, input_width
+from moe_async.ops.ffn import ExpertWeights, activate, compile_problem, expert_loop, feed_forward, input_width
 from tests.helpers.numerics import assert_close
 from tests.helpers.reference import naive_expert, naive_expert_rows
 
@@ -47,6 +48,24 @@ def test_a_network_by_hand():
     actual = feed_forward(float64([1.0, 3.0]), w_in, w_out, "swiglu")
     hidden = 4 / (1 + math.exp(-4)) * 6
     assert_close(actual, float64([2 * hidden, -hidden]))
+
+
+@pytest.mark.parametrize("kind", ["silu", "SwiGLU", "", None], ids=str)
+def test_unknown_kinds_are_refused(kind):
+    with pytest.raises(ValueError, match=r"the kind of expert is .*; it must be swiglu, gelu, relu2 or swiglu_clamped"):
+        activate(kind, float64([1.0, 2.0]))
+    x, w_in, w_out = random_case(1, 2, "gelu")
+    with pytest.raises(ValueError, match="the kind of expert is"):
+        expert_loop(x, [2], ExpertWeights(w_in, w_out), kind)
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++", "c++", None], ids=str)
+def test_a_missing_compiler_is_explained(compiler, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == compiler else None)
+    problem = compile_problem(torch.device("cpu"))
+    assert problem == "" if compiler else "there is no C++ compiler (g++, clang++) on the path" in problem
+    # An accelerator needs none.
+    assert compile_problem(torch.device("cuda")) == ""
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu2"])
@@ -106,5 +125,5 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
     if sum(sizes) == 4 and len(sizes) == 2:
         assert expert_loop(x, sizes, weights, "gelu").shape == (4, DIM)
     else:
-        with pytest.raises((RuntimeError, ValueError)):
+        with pytest.raises(ValueError, match="do not fit 4 rows for 2 experts; give one count for each expert"):
             expert_loop(x, sizes, weights, "gelu")

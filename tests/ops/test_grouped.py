@@ -177,9 +177,16 @@ def test_a_layer_with_grouped_products_equals_one_with_the_loop(options):
 def test_a_layer_whose_widths_do_not_fit_refuses_grouped_products(options, problem):
     x = torch.zeros(3, options.get("dim", 16))
     with pytest.raises(TopologyError, match=rf"grouped matrix products do not work here: .*{problem}.*products: auto"):
-        layer_of("grouped", **options)(x)
+        layer_of("grouped", **options)
     # And `auto` does without.
     assert layer_of("auto", **options)(x).hidden.shape == x.shape
+
+
+def test_a_layer_that_was_cast_later_refuses_grouped_products_at_its_first_pass():
+    layer = layer_of("grouped").double()
+    with pytest.raises(TopologyError, match=r"grouped matrix products do not work here: .*not in torch\.float64"):
+        layer(torch.zeros(3, 16, dtype=torch.float64))
+    assert layer_of("auto").double()(torch.zeros(3, 16, dtype=torch.float64)).hidden.dtype == torch.float64
 
 
 def test_auto_is_the_loop_on_a_cpu_and_grouped_on_accelerators_that_can():

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from moe_async.engine.balance import BalanceLosses
 from moe_async.ops.balance import (
     communication_loss,
     device_loss,
@@ -23,6 +24,7 @@ from moe_async.ops.balance import (
 )
 from moe_async.ops.routing import Groups, Selection, noisy_top_k_routing, top_k_routing
 from moe_async.ops.sums import RoutingSums, routing_sums
+from moe_async.recipe import MoeSection
 from tests.helpers.numerics import assert_close
 from tests.helpers.reference_routing import NAIVE_LOSSES, naive_noisy, naive_top_k
 
@@ -231,13 +233,57 @@ def test_counts_are_those_of_the_executed_selection_with_bias_and_groups():
     selection = top_k_routing(logits, TOP_K, score="sigmoid", bias_E=torch.tensor(BIAS), groups=Groups(GROUPS, 2, 2))
     sums = routing_sums(logits, selection).total()
     executed = torch.bincount(selection.experts_TK.reshape(-1), minlength=EXPERTS)
-    unbiased = top_k_routing(logits, TOP_K, score="sigmoid", groups=Groups(GROUPS, 2, 2)).experts_TK
+    alone = top_k_routing(logits, TOP_K, score="sigmoid").experts_TK
     assert sums.counts_E.tolist() == executed.tolist()
-    assert sums.free_counts_E.tolist() == torch.bincount(unbiased.reshape(-1), minlength=EXPERTS).tolist()
+    assert sums.free_counts_E.tolist() == torch.bincount(alone.reshape(-1), minlength=EXPERTS).tolist()
     assert sums.counts_E.tolist() != sums.free_counts_E.tolist()
     mean = sums.prob_sum_E / 40
     assert_close(switch_loss(sums), EXPERTS * (executed.double() / 80 * mean).sum())
     assert_close(sequence_loss(sums), EXPERTS * (sums.free_counts_E.double() / 80 * mean).sum())
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["unbiased", "biased"])
+def test_the_sequence_loss_ignores_groups_and_bias(bias):
+    """DeepSeek-V3, eq. 18: its shares are of the K highest scores of all experts, whatever may be chosen."""
+    # The two best are in different groups, of which one alone may be used: experts 0 and 1 are taken.
+    by_hand = float64([[3.0, 0.0, -9.0, -9.0, 2.0, -9.0]])
+    limited = top_k_routing(by_hand, 2, score="sigmoid", groups=Groups(3, 1, 2))
+    sums = routing_sums(by_hand, limited).total()
+    assert sums.counts_E.tolist() == [1, 1, 0, 0, 0, 0] and sums.free_counts_E.tolist() == [1, 0, 0, 0, 1, 0]
+
+    logits = logits_of(40)
+    options = {"score": "sigmoid", "bias_E": None if bias is None else torch.tensor(bias)}
+    sums, free = (
+        routing_sums(logits, selection).total()
+        for selection in (
+            top_k_routing(logits, TOP_K, **options, groups=Groups(GROUPS, 1, 2)),
+            top_k_routing(logits, TOP_K, score="sigmoid"),
+        )
+    )
+    assert torch.equal(sums.free_counts_E, free.counts_E) and not torch.equal(sums.counts_E, free.counts_E)
+    assert_close(sequence_loss(sums), switch_loss(free))
+    assert not is_close(switch_loss(sums), switch_loss(free))
+
+
+@pytest.mark.parametrize(("top_k", "reach"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+def test_the_reach_of_the_communication_loss_counts_the_group_of_zero_experts(top_k, reach):
+    moe = MoeSection.model_validate(
+        {
+            "num_experts": 4,
+            "zero_experts": 2,
+            "top_k": min(top_k, 4),
+            "expert_dim": 1,
+            "device_groups": 2,
+            "balance": [{"loss": "communication", "coefficient": 0.02}],
+        }
+    )
+    (loss,) = BalanceLosses(moe, torch.device("cpu"))._functions
+    # Each token in as many groups as it can be, each group equally often: the loss is 1.
+    places = [[0, 2, 4], [2, 4, 0], [4, 0, 2]]
+    chosen = torch.tensor([row[:reach] for row in places])
+    logits = torch.zeros(3, 6, dtype=torch.float64)
+    selection = Selection(chosen, torch.ones(chosen.shape, dtype=torch.float64), torch.softmax(logits, -1))
+    assert_close(loss(routing_sums(logits, selection, num_zero=2, device_groups=2).total()), float64(1.0))
 
 
 def test_what_is_dropped_stays_in_the_share():

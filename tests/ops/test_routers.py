@@ -179,9 +179,32 @@ def test_a_recorded_choice_takes_the_place_of_the_biased_one():
 def test_groups_by_hand():
     scores = float64([[0.9, 0.1, 0.6, 0.5, 0.7, 0.2]])
     # Sums of two: 1.0, 1.1, 0.9; highest: 0.9, 0.6, 0.7.
-    out = -math.inf
-    assert in_best_groups(scores, Groups(3, 1, 2)).tolist() == [[out, out, 0.6, 0.5, out, out]]
-    assert in_best_groups(scores, Groups(3, 2, 1)).tolist() == [[0.9, 0.1, out, out, 0.7, 0.2]]
+    i, o = True, False
+    assert in_best_groups(scores, Groups(3, 1, 2)).tolist() == [[o, o, i, i, o, o]]
+    assert in_best_groups(scores, Groups(3, 2, 1)).tolist() == [[i, i, o, o, i, i]]
+    assert in_best_groups(scores, Groups(3, 3, 1)).dtype == torch.bool
+    # Negative scores, as a bias makes them: -0.2 - 0.3 is more than -0.1 - 0.9.
+    assert in_best_groups(float64([[-0.1, -0.9, -0.2, -0.3]]), Groups(2, 1, 2)).tolist() == [[o, o, i, i]]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_that_underflow_keep_their_order_inside_groups(score):
+    # The scores of the last three are zero but for the first group's best, their logits tell them apart.
+    logits = float64([[0.0, -3000.0, -2000.0, -4000.0, -5000.0, -6000.0]])
+    selection = top_k_routing(logits, 3, score=score, groups=Groups(2, 1, 2))
+    assert selection.experts_TK.tolist() == [[0, 2, 1]] == selection.free_TK.tolist()
+    limited = top_k_routing(logits, 2, score=score, groups=Groups(3, 2, 1))
+    assert limited.experts_TK.tolist() == [[0, 2]]
+
+
+def test_nothing_but_a_bias_or_groups_sets_the_free_choice_apart():
+    logits = logits_of(TOKENS, EXPERTS)
+    assert top_k_routing(logits, 2).free_TK is None
+    assert top_k_routing(logits, 2, experts_TK=torch.zeros(TOKENS, 2, dtype=torch.int64)).free_TK is None
+    alone = top_k_routing(logits, 2).experts_TK
+    for options in ({"groups": Groups(4, 1, 2)}, {"bias_E": torch.tensor(BIAS)}):
+        selection = top_k_routing(logits, 2, **options)
+        assert torch.equal(selection.free_TK, alone) and not torch.equal(selection.experts_TK, alone)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -375,3 +398,14 @@ def test_a_record_tells_what_was_dropped_from_what_was_not_taken():
     assert recorded.tolist() == [[0], [-4], [-1], [1], [-5], [-2], [2], [-6], [-3]]
     for value, expected in zip(read_record(recorded, 3), (experts, taken, full), strict=True):
         assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("value", [3, 4, 30, -7, -100])
+def test_a_record_of_experts_that_do_not_exist_is_refused(value):
+    recorded = torch.tensor([[0, 2], [-6, -1]])
+    assert read_record(recorded, 3).experts_TK.tolist() == [[0, 2], [2, 0]]
+    recorded[1, 0] = value
+    with pytest.raises(
+        ValueError, match=rf"the selection holds {value} but there are 3 experts; entries are 0 to 2, or"
+    ):
+        read_record(recorded, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_async.ops.balance import switch_loss, z_loss
-from moe_async.ops.routing import highest_k, top_k_routing
+from moe_async.ops.routing import Selection, highest_k, top_k_routing
 from moe_async.ops.sums import RoutingSums, routing_sums
 from tests.helpers.numerics import assert_close
 from tests.helpers.reference import naive_sums, naive_switch_loss, naive_z_loss
@@ -101,6 +101,57 @@ def test_there_is_one_row_for_each_sequence(masked):
         own = slice(5 * index, 5 * index + 5)
         for name, value in sums_of(logits[own], None if mask is None else mask[own])._asdict().items():
             assert_close(getattr(rows, name)[index], value, torch.float64, name)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 12], ids="{} sequences".format)
+@pytest.mark.parametrize("masked", [False, True], ids=["all live", "masked"])
+@pytest.mark.parametrize("empty", [False, True], ids=["all taken", "empty places"])
+def test_counting_by_scatter_equals_a_loop(sequences, masked, empty):
+    tokens, choices, top_k, length = 12, 7, 3, 12 // sequences
+    generator = torch.Generator().manual_seed(sequences)
+
+    def drawn(*shape):
+        return torch.rand(*shape, generator=generator) < 0.7
+
+    logits = torch.randn(tokens, choices, generator=generator, dtype=torch.float64)
+    # A choice of its own in each place, also the same expert twice, as a replay may give it.
+    selection = Selection(
+        torch.randint(choices, (tokens, top_k), generator=generator),
+        torch.ones(tokens, top_k, dtype=torch.float64),
+        torch.softmax(logits, -1),
+        taken_TK=drawn(tokens, top_k) if empty else None,
+        free_TK=torch.randint(choices, (tokens, top_k), generator=generator),
+    )
+    live, full = drawn(tokens) if masked else None, ~drawn(tokens, top_k)
+    sums = routing_sums(logits, selection, sequences=sequences, live_T=live, full_TK=full)
+
+    expected = {name: [[0] * choices for _ in range(sequences)] for name in ("counts", "first", "free", "dropped")}
+    for t in range(tokens):
+        if live is not None and not live[t]:
+            continue
+        row = t // length
+        for j in range(top_k):
+            expert = int(selection.experts_TK[t, j])
+            expected["free"][row][int(selection.free_TK[t, j])] += 1
+            expected["dropped"][row][expert] += int(full[t, j])
+            if selection.taken_TK is None or selection.taken_TK[t, j]:
+                expected["counts"][row][expert] += 1
+                expected["first"][row][expert] += j == 0
+    actual = {
+        "counts": sums.counts_E,
+        "first": sums.first_counts_E,
+        "free": sums.free_counts_E,
+        "dropped": sums.dropped_E,
+    }
+    for name, value in actual.items():
+        assert value.dtype == torch.int64 and value.tolist() == expected[name], name
+
+
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_no_tokens_count_nothing(sequences):
+    logits = torch.zeros(0, EXPERTS, dtype=torch.float64)
+    sums = routing_sums(logits, top_k_routing(logits, TOP_K), sequences=sequences)
+    assert sums.counts_E.tolist() == sums.free_counts_E.tolist() == [[0] * EXPERTS] * sequences
 
 
 def test_no_tokens_give_zeros_with_a_finite_gradient():

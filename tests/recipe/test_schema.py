@@ -231,6 +231,327 @@ def test_one_wrong_entry_gives_one_error_with_path_value_rule_and_repair(
         assert part in message
 
 
+def moe(**entries: str) -> str:
+    """Gives an override of the whole section, with the minimal one's entries where others are not given."""
+    whole = {"num_experts": "8", "top_k": "2", "expert_dim": "64"} | entries
+    return f"moe={{{', '.join(f'{key}: {value}' for key, value in whole.items())}}}"
+
+
+FUTURE = "{kind: expert_choice, sees_the_future: true}"
+
+# Every rule of the experts, their routers and their losses, and those that compare them with other sections.
+MOE_ERRORS: list[tuple[list[str], list[str]]] = [
+    # Forms and limits of single entries.
+    (["moe.layers={every: 2, offset: -1}"], ["moe.layers.offset is -1", "0 or more", "the default, 0"]),
+    (["moe.num_experts=0"], ["moe.num_experts is 0", "1 or more", "number of routed experts"]),
+    (["moe.zero_experts=-1"], ["moe.zero_experts is -1", "0 or more", "the default, 0"]),
+    (["moe.expert_dim=0"], ["moe.expert_dim is 0", "greater than 0", "hidden width of one expert"]),
+    (["moe.shared_dim=-1"], ["moe.shared_dim is -1", "0 or more", "the default, 0"]),
+    (["moe.expert_dropout=1.0"], ["moe.expert_dropout is 1.0", "less than 1", "the default, 0.0"]),
+    (["moe.expert=swiglu_clampd"], ["moe.expert is 'swiglu_clampd'", "'relu2' or 'swiglu_clamped'", "swiglu_clamped?"]),
+    (["moe.dispatcher=all_to_al"], ["moe.dispatcher is 'all_to_al'", "'all_to_all' or 'all_gather'", "all_to_all?"]),
+    (["moe.wire=float16"], ["moe.wire is 'float16'", "'compute' or 'float32'", "Did you mean float32?"]),
+    (["moe.products=group"], ["moe.products is 'group'", "'loop' or 'grouped'", "Did you mean grouped?"]),
+    (["moe.step_loads=keeps"], ["moe.step_loads is 'keeps'", "'count' or 'keep'", "Did you mean keep?"]),
+    (["moe.compile=1"], ["moe.compile is 1", "true or false", "the default, false"]),
+    (["moe.device_groups=1"], ["moe.device_groups is 1", "2 or more", "the default, null"]),
+    (["moe.capacity=1.25"], ["moe.capacity is 1.25", "a mapping of keys to values", "the default, null"]),
+    (["moe.capacity={}"], ["moe.capacity.factor is missing", "required", "null: no limit"]),
+    (["moe.capacity={factor: 1.0, minimum: 0}"], ["moe.capacity.minimum is 0", "1 or more", "the default, 1"]),
+    (["moe.capacity={factor: 1.0, eval_factor: 0}"], ["moe.capacity.eval_factor is 0", "greater than 0", "null"]),
+    (["moe.capacity={factor: 1, policy: postion}"], ["moe.capacity.policy is 'postion'", "Did you mean position?"]),
+    (["moe.expert_dropout=-0.1"], ["moe.expert_dropout is -0.1", "0 or more", "the default, 0.0"]),
+    (["moe.router.jitter=1.0"], ["moe.router.jitter is 1.0", "less than 1", "the default, 0.0"]),
+    (["moe.router.jitter=-0.1"], ["moe.router.jitter is -0.1", "0 or more", "the default, 0.0"]),
+    (["moe.router={kind: switch, jitter: 1.0}"], ["moe.router.jitter is 1.0", "less than 1", "the default, 0.01"]),
+    (["moe.router={kind: switch, jitter: -0.1}"], ["moe.router.jitter is -0.1", "0 or more", "the default, 0.01"]),
+    (["moe.router.groups={number: 2, keep: 0}"], ["moe.router.groups.keep is 0", "1 or more", "may take experts from"]),
+    (["moe.router.groups={number: 2, keep: 1, top: 0}"], ["moe.router.groups.top is 0", "1 or more", "default, 2"]),
+    *(
+        (
+            [f"moe.router={{kind: sigmoid_bias, update: {{rule: pid, {entry}: {value}}}}}"],
+            [f"moe.router.update.{entry} is {value}", rule, default],
+        )
+        for entry, value, rule, default in [
+            ("until", -1, "0 or more", "the default, null"),
+            ("experts_per_token", 0, "greater than 0", "the default, null"),
+            ("integral", -1, "0 or more", "the default, 0.0"),
+            ("derivative", -1, "0 or more", "the default, 0.0"),
+        ]
+    ),
+    (["moe.router.input_noise=-1"], ["moe.router.input_noise is -1", "0 or more", "the default, 0.0"]),
+    (["moe.router.scale=0"], ["moe.router.scale is 0", "greater than 0", "the default, 1.0"]),
+    (["moe.router.groups={number: 1, keep: 1}"], ["moe.router.groups.number is 1", "2 or more", "equal groups"]),
+    (["moe.router={kind: hash, score: sigmod}"], ["moe.router.score is 'sigmod'", "Did you mean sigmoid?"]),
+    (
+        ["moe.router={kind: sigmoid_bias, update: {rule: pdi}}"],
+        ["moe.router.update.rule is 'pdi'", "Did you mean pid?"],
+    ),
+    (["moe.router={kind: sigmoid_bias, update: {rate: -1}}"], ["moe.router.update.rate is -1", "0 or more"]),
+    (["moe.router={kind: switch, weights: raw}"], ["moe.router.weights is not a known key", "are: kind, jitter"]),
+    (["moe.balance=[{coefficient: 1}]"], ["moe.balance.0.loss is missing", "required", "switch: experts times"]),
+    (["moe.balance=[{loss: swich, coefficient: 1}]"], ["moe.balance.0.loss is 'swich'", "Did you mean switch?"]),
+    (["moe.balance=[{loss: z, coefficient: 1, scope: steps}]"], ["moe.balance.0.scope is 'steps'", "mean step?"]),
+    # Rules inside the section.
+    (["moe.capacity={factor: 0}"], ["moe.capacity.factor is 0", "greater than 0", "Use 1.25, or null for no limit"]),
+    (["moe.shared_gate=true"], ["moe.shared_gate is true", "shared_dim is 0", "Set shared_dim, or remove the gate"]),
+    (
+        [moe(capacity="{factor: 1.0}", router=FUTURE)],
+        ["moe.capacity is set but moe.router.kind is expert_choice", "takes top_k * tokens", "Remove moe.capacity"],
+    ),
+    (
+        [moe(capacity="{factor: 1.0, normalise: after}", router="{weights: raw}")],
+        ["moe.capacity.normalise is after but moe.router.weights is raw", "not normalised", "normalise: before, or"],
+    ),
+    (
+        ["moe.device_groups=3"],
+        ["moe.device_groups is 3", "divide moe.num_experts, which is 8", "device_groups: 2 or 4"],
+    ),
+    (
+        [moe(dispatcher="local", deduplicate="true")],
+        ["moe.deduplicate is true", "moe.dispatcher is local, where no token travels twice", "dispatcher: all_to_all"],
+    ),
+    (
+        [moe(dispatcher="all_gather", deduplicate="true")],
+        ["moe.deduplicate is true", "moe.dispatcher is all_gather", "Use dispatcher: all_to_all"],
+    ),
+    # Routers.
+    (
+        ["moe.router={kind: expert_choice}"],
+        ["moe.router.sees_the_future is false", "later ones", "sees_the_future: true"],
+    ),
+    (["moe.router={kind: expert_choice, sees_the_future: false}"], ["moe.router.sees_the_future is false", "insist"]),
+    (
+        ["moe.router={weights: raw, softmax: after}"],
+        ["moe.router.softmax is 'after'", "always sums to 1, but weights is raw", "Leave weights out, or use softmax"],
+    ),
+    (
+        ["moe.router.groups={number: 4, keep: 5}"],
+        ["moe.router.groups.keep is 5", "from 1 to number, which is 4", "keep: 4 at most"],
+    ),
+    (
+        ["moe.router={kind: sigmoid_bias, update: {integral: 0.5}}"],
+        ["moe.router.update.integral is 0.5", "the rule is sign, which does not use it", "rule: pid, or leave it out"],
+    ),
+    (
+        ["moe.router={kind: sigmoid_bias, update: {rule: proportional, derivative: 0.5}}"],
+        ["moe.router.update.derivative is 0.5", "the rule is proportional", "rule: pid, or leave it out"],
+    ),
+    (
+        ["moe.router={kind: switch}"],
+        ["moe.router.kind is switch but moe.top_k is 2", "takes one expert", "top_k: 1, or kind: topk"],
+    ),
+    (
+        [moe(top_k="3", router="{kind: gshard}")],
+        ["moe.router.kind is gshard but moe.top_k is 3", "takes two experts", "top_k: 2, or kind: topk"],
+    ),
+    (
+        [moe(top_k="1", router="{kind: noisy_topk}")],
+        ["moe.router.kind is noisy_topk but moe.top_k is 1", "always 1", "top_k: 2 or more, or kind: switch"],
+    ),
+    (
+        [moe(top_k="1", router="{softmax: after}")],
+        ["moe.top_k is 1 but the weights of moe.router are normalised", "learn nothing", "and softmax: before"],
+    ),
+    (
+        [moe(top_k="1", router="{kind: hash, weights: normalised}")],
+        ["moe.top_k is 1 but the weights of moe.router are normalised", "learn nothing", "Use weights: raw"],
+    ),
+    *(
+        (
+            [moe(zero_experts="1", router=router)],
+            [f"moe.zero_experts is 1 but moe.router.kind is {kind}", "only switch, topk and", "zero_experts: 0, or"],
+        )
+        for kind, router in [
+            *((kind, f"{{kind: {kind}}}") for kind in ("gshard", "noisy_topk", "hash")),
+            ("expert_choice", FUTURE),
+        ]
+    ),
+    (
+        ["moe.router={kind: sigmoid_bias, update: {experts_per_token: 1.5}}"],
+        ["experts_per_token is 1.5 with moe.top_k 2 and 0 zero experts", "where there are", "or leave it out"],
+    ),
+    (
+        [moe(zero_experts="4", router="{kind: sigmoid_bias, update: {experts_per_token: 2.5}}")],
+        ["experts_per_token is 2.5 with moe.top_k 2 and 4 zero experts", "at most top_k", "or leave it out"],
+    ),
+    (
+        [moe(zero_experts="1", router="{groups: {number: 4, keep: 2}}")],
+        ["moe.router.groups is set but moe.zero_experts is 1", "are in no group", "Remove one of the two"],
+    ),
+    (
+        ["moe.router.groups={number: 3, keep: 1}"],
+        ["moe.router.groups.number is 3 but moe.num_experts is 8", "must be equal", "number: 2 or 4"],
+    ),
+    (
+        ["moe.router.groups={number: 8, keep: 4}"],
+        ["moe.router.groups.top is 2 but a group has 1 experts", "Use top: 1 at most"],
+    ),
+    (
+        [moe(top_k="3", router="{kind: sigmoid_bias, groups: {number: 4, keep: 1}}")],
+        ["groups.keep is 1, which leaves 2 experts, but moe.top_k is 3", "keep: 2 at least, or top_k: 2 at most"],
+    ),
+    # Losses.
+    (
+        ["moe.balance=[{loss: sequence, coefficient: 0.001, scope: step}]"],
+        ["moe.balance.0.scope is 'step'", "the loss sequence is over each sequence", "Leave scope out, or use loss"],
+    ),
+    *(
+        (
+            [f"moe.balance=[{{loss: {loss}, coefficient: 0.02}}]"],
+            [f"moe.balance has the loss {loss} but moe.device_groups is null", "over groups", "Set moe.device_groups"],
+        )
+        for loss in ("device", "communication")
+    ),
+    (
+        ["moe.balance=[{loss: load, coefficient: 0.01}]"],
+        ["moe.balance has the loss load but moe.router.kind is topk", "noise", "noisy_topk}, or loss: importance"],
+    ),
+    (
+        [moe(top_k="8", router="{kind: noisy_topk}", balance="[{loss: load, coefficient: 0.01}]")],
+        ["moe.balance has the loss load but moe.top_k is 8", "every chance is 1", "Use a smaller top_k, or remove"],
+    ),
+    *(
+        (
+            [moe(router=FUTURE, device_groups="2", balance=f"[{{loss: {loss}, coefficient: 0.01}}]")],
+            [f"has the loss {loss} but moe.router.kind is expert_choice", "the loss is constant", "Remove it"],
+        )
+        for loss in ("switch", "gshard", "sequence", "device", "communication")
+    ),
+    # What other sections say.
+    (
+        ["moe.dispatcher=local", "parallel.expert=2"],
+        ["moe.dispatcher is local but parallel.expert is 2", "elsewhere", "dispatcher: auto, or expert: 1"],
+    ),
+    (
+        ["moe.products=grouped", "train.precision=float64", "parallel.zero=0"],
+        ["moe.products is grouped but train.precision is float64", "no grouped products", "Use products: auto"],
+    ),
+    (
+        ["moe=null", "parallel.expert=2"],
+        ["parallel.expert is 2 but moe is null", "no experts to spread", "expert: 1, or add a moe section"],
+    ),
+    *(
+        (
+            ["optim.kind=muon", f"parallel.zero={stage}"],
+            [f"optim.kind is muon but parallel.zero is {stage}", "needs whole matrices", "zero: 0, or kind: adamw"],
+        )
+        for stage in (1, 2)
+    ),
+    *(
+        (
+            ["train.precision=float64", f"parallel.zero={stage}"],
+            [f"train.precision is float64 but parallel.zero is {stage}", "partition in float32", "Use zero: 0"],
+        )
+        for stage in (1, 2)
+    ),
+    (
+        ["optim.schedule.warmup=5", "train.steps=3"],
+        ["optim.schedule.warmup is 5 but train.steps is 3", "end before", "warmup: 2 at most, or steps: 6 at least"],
+    ),
+    (
+        ["optim.schedule={kind: wsd, warmup: 1}", "train.steps=2"],
+        ["optim.schedule.warmup is 1 and decay takes 0.2 of the 2 steps", "never reaches lr", "or a shorter warmup"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), MOE_ERRORS, ids=["; ".join(overrides) for overrides, _ in MOE_ERRORS])
+def test_one_wrong_entry_of_the_experts_gives_one_error_with_path_value_rule_and_repair(
+    tmp_path: Path, overrides: list[str], parts: list[str]
+) -> None:
+    message = error_of(write_recipe(tmp_path), overrides)
+
+    assert message.startswith("1 error in ") and len(message.splitlines()) == 2
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [moe(capacity="{factor: null, eval_factor: 2.0}")],
+        [moe(capacity="{factor: 1.0, normalise: after}", router="{weights: normalised}")],
+        [moe(capacity="{factor: 1.0}", router="{weights: raw}")],
+        [moe(capacity="null", router=FUTURE)],
+        [moe(capacity="null", router="{weights: raw}")],
+        [moe(shared_dim="8", shared_gate="true")],
+        [moe(shared_dim="0", shared_gate="false")],
+        [moe(dispatcher="auto", deduplicate="true"), "parallel.expert=8"],
+        [moe(dispatcher="all_to_all", deduplicate="true")],
+        [moe(dispatcher="local", deduplicate="false"), "parallel.expert=1"],
+        [moe(device_groups="null")],
+        [moe(router="{weights: raw, softmax: before}")],
+        [moe(router="{weights: normalised, softmax: after}")],
+        [moe(products="grouped"), "train.precision=bf16"],
+        [moe(router=FUTURE, balance="[{loss: z, coefficient: 0.001}, {loss: importance, coefficient: 0.01}]")],
+        [moe(router="{kind: noisy_topk}", top_k="7", balance="[{loss: load, coefficient: 0.01}]")],
+        [
+            moe(
+                device_groups="8",
+                balance="[{loss: device, coefficient: 0.05}, {loss: communication, coefficient: 0.02}]",
+            )
+        ],
+        [moe(router="{kind: sigmoid_bias, update: {rule: pid, integral: 0.1, derivative: 0.1}}")],
+        [moe(router="{kind: sigmoid_bias, update: {rule: sign, integral: 0.0}}")],
+        [moe(zero_experts="2", router="{kind: sigmoid_bias, update: {experts_per_token: 2.0}}")],
+        [moe(top_k="4", router="{groups: {number: 4, keep: 2}}")],
+        [moe(top_k="1", router="{groups: {number: 8, keep: 1, top: 1}}")],
+        [moe(top_k="8", balance="[{loss: z, coefficient: 0.001}]")],
+        [moe(balance="[{loss: sequence, coefficient: 0.001, scope: sequence}]")],
+        ["optim.kind=muon", "parallel.zero=0"],
+        ["train.precision=float64", "parallel.zero=0"],
+        ["optim.schedule={kind: wsd, warmup: 79}"],
+    ],
+    ids="; ".join,
+)
+def test_the_rules_allow_what_is_just_inside(tmp_path: Path, overrides: list[str]) -> None:
+    assert load_minimal(tmp_path, *overrides).name == "tiny"
+
+
+def test_a_scope_that_is_not_given_follows_from_the_loss(tmp_path: Path) -> None:
+    losses = "[{loss: switch, coefficient: 0.01}, {loss: sequence, coefficient: 0.001}]"
+    recipe = load_minimal(tmp_path, f"moe.balance={losses}")
+
+    assert recipe.moe is not None
+    assert [term.scope for term in recipe.moe.balance] == ["micro_batch", "sequence"]
+
+
+def test_independent_mistakes_of_the_experts_come_at_once(tmp_path: Path) -> None:
+    message = error_of(write_recipe(tmp_path), [moe(top_k="9", shared_gate="true")])
+
+    assert message.startswith("2 errors in ") and len(message.splitlines()) == 3
+    assert "moe.top_k is 9" in message and "moe.shared_gate is true" in message
+
+    losses = "[{loss: z, coefficient: -1}, {loss: swich, coefficient: 1}]"
+    entries = {"num_experts": "6", "device_groups": "4", "router": "{kind: gshrad}", "wire": "x", "balance": losses}
+    message = error_of(write_recipe(tmp_path), [moe(**entries, capacity="{factor: -1}")])
+    expected = [
+        "moe.router.kind is 'gshrad'",
+        "moe.capacity.factor is -1",
+        "moe.device_groups is 4",
+        "moe.balance.0.coefficient is -1",
+        "moe.balance.1.loss is 'swich'",
+        "moe.wire is 'x'",
+    ]
+    assert message.startswith(f"{len(expected)} errors in ") and len(message.splitlines()) == 1 + len(expected)
+    for part in expected:
+        assert part in message
+
+
+def test_a_mistake_of_the_experts_is_not_blamed_on_what_follows_from_it(tmp_path: Path) -> None:
+    entries = {"top_k": "9", "router": "{kind: gshard}", "balance": "[{loss: load, coefficient: 0.01}]"}
+    message = error_of(write_recipe(tmp_path), [moe(**entries)])
+
+    assert message.startswith("1 error in ") and "moe.top_k is 9" in message
+    message = error_of(write_recipe(tmp_path), [moe(router="{kind: best}", capacity="{factor: 1.0, normalise: after}")])
+    assert message.startswith("1 error in ") and "moe.router.kind is 'best'" in message
+    message = error_of(write_recipe(tmp_path), ["parallel.zero=3", "optim.kind=muon", "train.precision=float64"])
+    assert message.startswith("1 error in ") and "parallel.zero is 3" in message
+    message = error_of(write_recipe(tmp_path), [moe(num_experts="x", device_groups="3", top_k="1000")])
+    assert message.startswith("1 error in ") and "moe.num_experts is 'x'" in message
+
+
 @pytest.mark.parametrize("section", ["model", "optim", "data", "train"])
 def test_a_missing_section_is_named(tmp_path: Path, section: str) -> None:
     text = "\n".join(line for line in write_recipe(tmp_path).read_text().splitlines() if not line.startswith(section))
@@ -361,3 +682,61 @@ def test_unusual_coefficients_are_allowed_and_warned_of():
     small = [{"loss": "switch", "coefficient": 1e-4}, {"loss": "z", "coefficient": 0.0}]
     (only,) = small_recipe(moe=SMALL["moe"] | {"balance": small}).warnings()
     assert only.startswith("moe.balance.0.coefficient is 0.0001 for switch") and "changes next to nothing" in only
+
+
+def warnings_of(moe: dict[str, Any]) -> list[str]:
+    """Gives the warnings of a small recipe with these entries of `moe`."""
+    return small_recipe(moe=SMALL["moe"] | {"balance": []} | moe).warnings()
+
+
+@pytest.mark.parametrize("policy", ["position", "probability", "random", "batch_prioritised"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_limit_in_evaluation_that_looks_at_later_tokens_is_warned_of(policy: str, top_k: int) -> None:
+    limit = {"factor": 1.25, "policy": policy}
+    assert warnings_of({"top_k": top_k, "capacity": limit}) == []
+    sentences = warnings_of({"top_k": top_k, "capacity": limit | {"eval_factor": 2.0}})
+    if policy == "position" and top_k == 1:
+        assert sentences == []
+    else:
+        (only,) = sentences
+        assert only.startswith(f"moe.capacity.eval_factor is 2 with policy {policy} and top_k {top_k}: ")
+        assert "later tokens" in only and "not those of a causal model" in only and "Leave eval_factor out" in only
+
+
+def test_a_router_in_bfloat16_is_warned_of() -> None:
+    assert warnings_of({"router": {"kind": "topk", "compute": "float32"}}) == []
+    (only,) = warnings_of({"router": {"kind": "topk", "compute": "bfloat16"}})
+    assert only.startswith("moe.router.compute is bfloat16") and "use float32 for anything else" in only
+
+
+def test_warnings_come_all_at_once() -> None:
+    sentences = warnings_of(
+        {
+            "balance": [{"loss": "switch", "coefficient": 0.9}],
+            "capacity": {"factor": 1.0, "eval_factor": 1.0},
+            "router": {"kind": "topk", "compute": "bfloat16"},
+        }
+    )
+    assert [sentence.split()[0] for sentence in sentences] == [
+        "moe.balance.0.coefficient",
+        "moe.capacity.eval_factor",
+        "moe.router.compute",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        *((loss, 0.001, 0.1) for loss in ("switch", "gshard", "importance", "load", "device", "communication")),
+        *((loss, 0.0001, 0.01) for loss in ("z", "sequence")),
+    ],
+)
+def test_every_loss_has_a_usual_coefficient(loss: str, low: float, high: float) -> None:
+    entries: dict[str, Any] = {"device_groups": 2}
+    if loss == "load":
+        entries["router"] = {"kind": "noisy_topk"}
+    for coefficient in (0.0, low, high):
+        assert warnings_of(entries | {"balance": [{"loss": loss, "coefficient": coefficient}]}) == []
+    for coefficient, effect in ((low / 2, "changes next to nothing"), (2 * high, "outweighs the language-model loss")):
+        (only,) = warnings_of(entries | {"balance": [{"loss": loss, "coefficient": coefficient}]})
+        assert f"for {loss}; usual are {low:g} to {high:g}" in only and effect in only
