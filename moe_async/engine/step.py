@@ -174,8 +174,10 @@ class Engine:
             if index == len(micro_batches) - 1:
                 self.world.everyone.all_reduce(losses)
                 if not losses.isfinite().all():
-                    # Gradients can be finite where a loss is not; such a step is skipped like one with bad gradients.
-                    objective = objective * torch.nan
+                    # Gradients can be finite where a loss is not. A weight's gradient that is not finite makes every
+                    # ZeRO stage skip the step; through the loss it would be lost in a micro-batch without labels.
+                    split = self.bridge.split
+                    objective = objective + torch.nan * [*split.replicated, *split.sharded][0].sum()
             self.bridge.backward(objective)
             outcome = self._finish_micro_batch()
         assert outcome is not None

@@ -29,7 +29,7 @@ def record_of(step, applied=True, counts=((3, 1), (2, 2)), **changes):
     report = StepReport(
         step=step, lm_loss=2.5, balance={"switch": 1.25, "z": 0.5}, learning_rate=1e-3, grad_norm=0.75,
         applied=applied, label_tokens=60, routed_tokens=64, counts_LE=torch.tensor(counts),
-        dropped_LE=torch.tensor([[3, 0], [0, 1]]), bad_tokens=(0, 0),
+        zero_LE=torch.zeros(2, 0, dtype=torch.int64), dropped_LE=torch.tensor([[3, 0], [0, 1]]), bad_tokens=(0, 0),
     )  # fmt: skip
     values = {"tokens": 60 * step, "seconds": 0.5, "data_wait": 0.125, "comm_wait": 0.0625}
     return StepRecord(report=report, **(values | changes))

@@ -7,8 +7,9 @@ import torch
 
 from moe_async.comm import World
 from moe_async.engine import loop
+from moe_async.engine.hooks import Hook
 from moe_async.engine.loop import Trainer
-from moe_async.engine.step import MicroBatch, StepReport
+from moe_async.engine.step import MicroBatch, StepReport, next_token_loss_sum
 from moe_async.errors import EngineError
 from moe_async.model import build_model
 from moe_async.observe import LoadWindow
@@ -30,8 +31,12 @@ class StubEngine:
         return StepReport(
             step=self.global_step, lm_loss=1.0, balance={}, learning_rate=0.1, grad_norm=1.0, applied=applied,
             label_tokens=100, routed_tokens=100, counts_LE=torch.ones(1, 2, dtype=torch.int64),
-            dropped_LE=torch.zeros(1, 2, dtype=torch.int64), bad_tokens=(0 if applied else 4,),
+            zero_LE=torch.zeros(1, 0, dtype=torch.int64), dropped_LE=torch.zeros(1, 2, dtype=torch.int64),
+            bad_tokens=(0 if applied else 4,),
         )  # fmt: skip
+
+    def micro_batch_objective(self, output, batch):
+        return next_token_loss_sum(output.logits, batch.targets())
 
 
 def trainer_of(applied, module=None):
@@ -67,6 +72,27 @@ def test_giving_up_names_the_first_module_with_such_numbers_and_the_routers_that
     with pytest.raises(EngineError) as error:
         trainer_of([False] * MAX_BAD).run()
     assert "The first numbers" not in str(error.value)
+
+
+class Diary(Hook):
+    """The steps that hooks were told of, and whether the run ended well."""
+
+    def __init__(self):
+        self.steps, self.ended = [], False
+
+    def on_step(self, trainer, record):
+        self.steps.append((record.report.step, record.report.applied))
+
+    def on_end(self, trainer):
+        self.ended = True
+
+
+def test_hooks_see_the_step_that_ends_the_run():
+    trainer, diary = trainer_of([True, *[False] * MAX_BAD]), Diary()
+    trainer.hooks = [diary]
+    with pytest.raises(EngineError, match=f"the last one is step {MAX_BAD + 1}"):
+        trainer.run()
+    assert diary.steps == [(1, True), *((step, False) for step in range(2, MAX_BAD + 2))] and not diary.ended
 
 
 def test_the_first_step_is_not_timed(monkeypatch):

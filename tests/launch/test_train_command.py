@@ -207,6 +207,41 @@ def test_a_failing_rank_ends_the_job_with_its_traceback(tmp_path, workplace):
     assert "rank 1 failed:" in text and "ZeroDivisionError: planned on rank 1" in text and "Traceback" in text
 
 
+SICK = """
+import torch
+from moe_async import train
+from moe_async.engine.loop import Trainer
+
+plain = Trainer._step
+
+def step(self):
+    if self.world.rank == 1 and self.engine.global_step == 2:
+        self.engine.module.layers[1].attention.out.weight.data[0, 0] = torch.inf
+    return plain(self)
+
+Trainer._step = step
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_gives_up_names_the_module_and_has_written_its_last_step(tmp_path, workplace):
+    script = tmp_path / "sick.py"
+    script.write_text(SICK)
+    recipe = workplace(train__steps=100000, train__max_bad_steps=3, train__recompute="reentrant")
+    launch = Launch(
+        tmp_path, "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(script),
+        "--recipe", str(recipe),
+    )  # fmt: skip
+    assert launch.wait(90) != 0
+    text = launch.text()
+    assert "3 steps in a row were skipped" in text and "the last one is step 5, loss nan" in text
+    assert "The first numbers that are not finite are in the output of layers.1.attention.out." in text
+    assert "Routers that saw such numbers: layer 1." in text
+    found = [(line["step"], line["applied"], line["lm_loss"] is None) for line in steps(tmp_path / "runs" / "tiny")]
+    assert found == [(step, step < 3, step > 2) for step in range(1, 6)]
+
+
 OTHER_TEXT = """
 import os, sys
 from moe_async import train
