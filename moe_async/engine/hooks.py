@@ -142,7 +142,9 @@ class ProgressHook(Hook):
         """Move the bar, or say a line every ``every`` steps, at the first step and at a skipped one."""
         report = record.report
         if not report.applied:
-            self._tell(f"step {report.step}: skipped, the gradient is not finite (norm {report.grad_norm})")
+            self._tell(
+                f"step {report.step}: skipped, loss {report.lm_loss} or gradient norm {report.grad_norm} is not finite"
+            )
         rate = trainer.tokens_per_second or record.tokens_per_second
         worst = max((load_balance(counts).max_over_mean for counts in report.counts_LE), default=1.0)
         if self._bar is not None:

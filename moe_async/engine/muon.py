@@ -81,7 +81,7 @@ class Muon(torch.optim.Optimizer):
                 rows = [part.shape[0] for part in parts]
                 gradients: Sequence[Tensor | None] = [None] * len(parts)
                 if parameter.grad is not None:
-                    gradients = matrices_of(parameter.grad, rows)
+                    gradients = matrices_of(parameter.grad.contiguous(), rows)
                 matrices = matrices_of(parameter.data, rows)
                 for part, matrix, gradient in zip(parts, matrices, gradients, strict=True):
                     # Anew in each step: what a parameter holds may have been replaced.
@@ -96,7 +96,8 @@ def matrices_of(tensor: Tensor, rows: Sequence[int] | None) -> list[Tensor]:
         tensor: one matrix or a stack of them.
         rows: of the blocks of each matrix of the stack; repeated over the stack; None: each is one block.
     """
-    flat = tensor.reshape(-1, tensor.shape[-1])
+    # A view or an error: a copy of a parameter that is not contiguous would be updated in its place.
+    flat = tensor.view(-1, tensor.shape[-1])
     sizes = list(rows) if rows is not None else [tensor.shape[-2]]
     return list(flat.split(sizes * (flat.shape[0] // sum(sizes))))
 
@@ -121,5 +122,8 @@ def _vocabulary_weights(model: nn.Module) -> set[int]:
     """Ids of the embeddings' weights, and of linear maps onto a vocabulary."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {embedding.num_embeddings for embedding in embeddings}
-    outputs = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in sizes]
+    # The linear maps inside a module that says how its matrices are stacked are hidden ones, whatever their size.
+    inner = {id(part) for module in model.modules() if hasattr(module, "row_blocks") for part in module.modules()}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and id(module) not in inner]
+    outputs = [linear for linear in linears if linear.out_features in sizes]
     return {id(module.weight) for module in (*embeddings, *outputs)}

@@ -55,6 +55,8 @@ class MicroBatch:
             ("labels", self.labels, torch.int64),
             ("token_mask", self.token_mask, torch.bool),
         ):
+            if tensor is None and name != "token_mask":
+                return f"{name} of a micro-batch is None; it must be {dtype} [sequences, positions]."
             if tensor is not None and (tensor.dtype != dtype or tensor.shape != self.tokens.shape or tensor.dim() != 2):
                 return (
                     f"{name} of a micro-batch is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} with the "
@@ -78,7 +80,7 @@ class StepReport:
             the step; with scope previous that of the step before), summed over layers, without its coefficient.
         learning_rate: of this step.
         grad_norm: global gradient norm before clipping.
-        applied: False when the step was skipped because a gradient was not finite.
+        applied: False when the step was skipped because a loss or gradient was not finite.
         label_tokens, routed_tokens: tokens of the step.
         counts_LE: int64, assignments to each expert of each MoE layer, before drop.
         zero_LE: int64, assignments to each zero expert; [L, 0] without any.

@@ -86,7 +86,7 @@ def format_summary(summary: dict[str, Any]) -> str:
         f"{'dropped assignments':<26}{summary['dropped']:>9,}",
     ]
     if summary["skipped_steps"]:
-        lines.append(f"{'skipped steps':<26}{summary['skipped_steps']:>9,} (a gradient was not finite)")
+        lines.append(f"{'skipped steps':<26}{summary['skipped_steps']:>9,} (a loss or gradient was not finite)")
     if summary["layers"]:
         lines += ["", f"{'balance of experts':<26}{'max/mean':>9}{'cv':>9}{'dead':>9}"]
         lines += [

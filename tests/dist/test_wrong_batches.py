@@ -52,6 +52,7 @@ def wrong():
             [MicroBatch(tokens[0], labels[0], mask[0])],
             "tokens of a micro-batch is torch.int64 (6,); it must be torch.int64",
         ),
+        "no labels": ([MicroBatch(tokens, None, mask)], "labels of a micro-batch is None; it must be torch.int64"),
         "none": ([], "train_step got 0 micro-batches but the recipe's train.accumulation is 1"),
         "two": ([batch, batch], "train_step got 2 micro-batches but the recipe's train.accumulation is 1"),
     }

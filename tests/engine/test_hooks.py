@@ -114,7 +114,7 @@ def test_progress_of_a_dense_model_and_a_skipped_step():
     said = []
     hook = ProgressHook(said.append, every=100, steps=7, done=0, terminal=False)
     hook.on_step(FakeTrainer(), record_of(2, applied=False, counts=()))
-    assert said == ["step 2: skipped, the gradient is not finite (norm 0.75)"]
+    assert said == ["step 2: skipped, loss 2.5 or gradient norm 0.75 is not finite"]
     hook.on_step(FakeTrainer(), record_of(1, counts=()))
     assert said[1].endswith("max/mean load 1.00")
 
