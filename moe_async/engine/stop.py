@@ -21,6 +21,11 @@ ALONE_SECONDS = 5.0
 """The same for a rank that has not joined the others yet, and so has nothing to save."""
 
 
+_ORPHANED = "launcher gone"
+_CODES = {"": 0, _ORPHANED: 1, **{name: signal.Signals[name].value for name in ("SIGINT", "SIGTERM")}}
+"""Reasons to stop as numbers, for the ranks to agree on."""
+
+
 class StopFlag:
     """Raised by SIGTERM, by Ctrl-C, or when the launcher is gone.
 
@@ -75,14 +80,17 @@ class StopFlag:
         """A rank may be blocked in a collective whose partner is dead; nobody is left to end it but itself."""
         while not self.orphaned():
             time.sleep(1.0)
-        self.reason = self.reason or "launcher gone"
+        self.reason = self.reason or _ORPHANED
         time.sleep(self._grace)
         os._exit(1)
 
     def agreed(self, world: World) -> bool:
-        """Whether any rank was told to stop. Every rank calls it at the same point of a step; blocks."""
-        flag = torch.tensor([1 if self.reason else 0], device=world.device)
-        return bool(world.everyone.all_reduce(flag, op="max").item())
+        """Whether any rank was told to stop, and then all know why. Every rank calls it at the same point; blocks."""
+        code = torch.tensor([_CODES[self.reason]], device=world.device)
+        told = int(world.everyone.all_reduce(code, op="max").item())
+        # A rank may hear of it from another before it notices itself.
+        self.reason = self.reason or next(reason for reason, number in _CODES.items() if number == told)
+        return told > 0
 
 
 def launcher_processes() -> tuple[int, ...]:
