@@ -47,12 +47,14 @@ class BalanceLosses:
         self.previous: list[RoutingSums] | None = None
         self.zero_experts = moe.zero_experts if moe else 0
         self._functions = [_loss_function(term, moe) for term in self.terms] if moe else []
+        # The z-loss is a mean over tokens, whatever they are grouped by.
+        self._scopes = ["micro_batch" if term.loss == "z" else term.scope for term in self.terms]
         self._loads = moe.step_loads if moe else "auto"
 
     @property
     def needs_step(self) -> bool:
         """Whether a term needs the loads of the whole step before its first backward pass."""
-        return any(term.scope == "step" and term.loss != "z" for term in self.terms)
+        return "step" in self._scopes
 
     def keeps_graphs(self, accumulation: int) -> bool:
         """Whether the step's loads come from its own forward passes, all made before the first backward pass."""
@@ -69,8 +71,8 @@ class BalanceLosses:
             EngineError: a loss trains nothing in some layer. The model is the same on every rank, so all fail alike.
         """
         shares = []
-        for term, loss in zip(self.terms, self._functions, strict=True):
-            layers = [self._share(term, loss, sums, layer, step) for layer, sums in enumerate(routing)]
+        for term, scope, loss in zip(self.terms, self._scopes, self._functions, strict=True):
+            layers = [self._share(scope, loss, sums, layer, step) for layer, sums in enumerate(routing)]
             idle = [str(layer) for layer, share in enumerate(layers) if not share.requires_grad]
             if torch.is_grad_enabled() and (idle or not layers):
                 raise EngineError(_no_gradient(term.loss, idle))
@@ -78,15 +80,12 @@ class BalanceLosses:
         return shares
 
     def _share(
-        self, term: BalanceTerm, loss: Loss, sums: RoutingSums, layer: int, step: Sequence[RoutingSums] | None
+        self, scope: str, loss: Loss, sums: RoutingSums, layer: int, step: Sequence[RoutingSums] | None
     ) -> Tensor:
-        if term.scope == "sequence":
+        if scope == "sequence":
             return sequence_share(loss, sums)
-        if term.scope == "step" and term.loss != "z" and step is not None:
-            return step_share(loss, sums, step[layer])
-        if term.scope == "previous" and term.loss != "z" and self.previous is not None:
-            return step_share(loss, sums, self.previous[layer])
-        return micro_batch_share(loss, sums)
+        loads = {"step": step, "previous": self.previous}.get(scope)
+        return micro_batch_share(loss, sums) if loads is None else step_share(loss, sums, loads[layer])
 
     def mean(self, routing: Sequence[RoutingSums]) -> Tensor:
         """All losses of one micro-batch times their coefficients, means over its tokens, summed over layers.
@@ -94,7 +93,7 @@ class BalanceLosses:
         Raises:
             EngineError: a term is about the whole step, or the one before.
         """
-        if any(term.scope in ("step", "previous") and term.loss != "z" for term in self.terms):
+        if {"step", "previous"} & set(self._scopes):
             raise EngineError(
                 "moe.balance has a term of scope step or previous: its loads are those of all micro-batches of a step, "
                 "which only train_step knows. Use train_step, or scope: micro_batch."
@@ -108,7 +107,7 @@ class BalanceLosses:
 
     def state_dict(self) -> dict[str, Any]:
         """The loads of the step before, where a term uses them, as JSON values."""
-        wanted = self.previous is not None and any(term.scope == "previous" for term in self.terms)
+        wanted = self.previous is not None and "previous" in self._scopes
         return {"previous": [_as_lists(sums) for sums in self.previous or []] if wanted else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

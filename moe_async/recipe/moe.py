@@ -191,9 +191,7 @@ class MoeSection(Section):
     @classmethod
     def _router_fits(cls, value: RouterSection, info: ValidationInfo) -> RouterSection:
         if {"num_experts", "top_k", "zero_experts"} <= info.data.keys():
-            problem = router_problem(
-                value, info.data["num_experts"], info.data["top_k"], info.data["zero_experts"], prefix="moe."
-            )
+            problem = router_problem(value, info.data["num_experts"], info.data["top_k"], info.data["zero_experts"])
             if problem:
                 raise statement(problem)
         return value

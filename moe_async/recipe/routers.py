@@ -240,59 +240,58 @@ RouterSection = Annotated[
 ]
 
 
-def router_problem(router: RouterOptions, num_experts: int, top_k: int, zero_experts: int, prefix: str = "") -> str:
+def router_problem(router: RouterOptions, num_experts: int, top_k: int, zero_experts: int) -> str:
     """What keeps a router from working with these sizes, with a repair; empty when nothing does.
 
     Args:
         router: one of the classes above.
         num_experts, top_k, zero_experts: sizes of the layer.
-        prefix: before the names of entries, such as ``moe.``.
     """
     kind = router.kind
-    given = f"{prefix}router.kind is {kind}"
+    given = f"moe.router.kind is {kind}"
     if kind == "switch" and top_k != 1:
-        return f"{given} but {prefix}top_k is {top_k}; a Switch router takes one expert. Use top_k: 1, or kind: topk."
+        return f"{given} but moe.top_k is {top_k}; a Switch router takes one expert. Use top_k: 1, or kind: topk."
     if kind == "gshard" and top_k != 2:
-        return f"{given} but {prefix}top_k is {top_k}; GShard takes two experts. Use top_k: 2, or kind: topk."
+        return f"{given} but moe.top_k is {top_k}; GShard takes two experts. Use top_k: 2, or kind: topk."
     if top_k == 1 and kind == "noisy_topk":
         return (
-            f"{given} but {prefix}top_k is 1; its softmax over the one expert taken is always 1, so the router would"
+            f"{given} but moe.top_k is 1; its softmax over the one expert taken is always 1, so the router would"
             " learn nothing from the task. Use top_k: 2 or more, or kind: switch."
         )
     if top_k == 1 and (getattr(router, "weights", None) == "normalised" or getattr(router, "softmax", "") == "after"):
         return (
-            f"{prefix}top_k is 1 but the weights of {prefix}router are normalised; over one expert the weight is always"
+            "moe.top_k is 1 but the weights of moe.router are normalised; over one expert the weight is always"
             " 1, so the router would learn nothing from the task. Use weights: raw (and softmax: before), or more"
             " experts per token."
         )
     if zero_experts and kind not in ("switch", "topk", "sigmoid_bias"):
         return (
-            f"{prefix}zero_experts is {zero_experts} but {given}; only switch, topk and sigmoid_bias choose among"
+            f"moe.zero_experts is {zero_experts} but {given}; only switch, topk and sigmoid_bias choose among"
             " zero experts. Use zero_experts: 0, or another kind."
         )
     wanted = getattr(getattr(router, "update", None), "experts_per_token", None)
     if wanted is not None and (not zero_experts or wanted > top_k):
         return (
-            f"{prefix}router.update.experts_per_token is {wanted:g} with {prefix}top_k {top_k} and {zero_experts} zero"
+            f"moe.router.update.experts_per_token is {wanted:g} with moe.top_k {top_k} and {zero_experts} zero"
             " experts; it says how many of a token's top_k shall be real ones where there are zero experts. Use at most"
             " top_k and zero_experts, or leave it out."
         )
     groups = getattr(router, "groups", None)
-    return "" if groups is None else _groups_problem(groups, num_experts, top_k, zero_experts, prefix)
+    return "" if groups is None else _groups_problem(groups, num_experts, top_k, zero_experts)
 
 
-def _groups_problem(groups: GroupsSection, num_experts: int, top_k: int, zero_experts: int, prefix: str) -> str:
-    place = f"{prefix}router.groups"
+def _groups_problem(groups: GroupsSection, num_experts: int, top_k: int, zero_experts: int) -> str:
+    place = "moe.router.groups"
     if zero_experts:
         return (
-            f"{place} is set but {prefix}zero_experts is {zero_experts}; zero experts are in no group. Remove one of"
+            f"{place} is set but moe.zero_experts is {zero_experts}; zero experts are in no group. Remove one of"
             " the two."
         )
     if num_experts % groups.number:
         near = [size for size in nearest_divisors(num_experts, groups.number) if size > 1]
         repair = f"Use number: {alternatives(near)}." if near else "Remove the groups."
         return (
-            f"{place}.number is {groups.number} but {prefix}num_experts is {num_experts}; the groups must be equal."
+            f"{place}.number is {groups.number} but moe.num_experts is {num_experts}; the groups must be equal."
             f" {repair}"
         )
     size = num_experts // groups.number
@@ -300,7 +299,7 @@ def _groups_problem(groups: GroupsSection, num_experts: int, top_k: int, zero_ex
         return f"{place}.top is {groups.top} but a group has {size} experts. Use top: {size} at most."
     if groups.keep * size < top_k:
         return (
-            f"{place}.keep is {groups.keep}, which leaves {groups.keep * size} experts, but {prefix}top_k is {top_k}."
+            f"{place}.keep is {groups.keep}, which leaves {groups.keep * size} experts, but moe.top_k is {top_k}."
             f" Use keep: {-(-top_k // size)} at least, or top_k: {groups.keep * size} at most."
         )
     return ""
