@@ -29,3 +29,7 @@ class CheckpointError(MoeAsyncError, RuntimeError):
 
 class EngineError(MoeAsyncError, RuntimeError):
     """The engine is used in a way that its contracts do not allow."""
+
+
+class SyncError(MoeAsyncError, RuntimeError):
+    """Learners and the syncer do not fit together, or their exchange cannot go on."""

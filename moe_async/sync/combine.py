@@ -1,0 +1,47 @@
+"""Combiners: the factor of each update in a merge, unit by unit. Plain numbers, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moe_async.sync.messages import UpdateHeader
+from moe_async.sync.settings import Combine
+
+
+def combine_weights(
+    combine: Combine,
+    updates: Sequence[UpdateHeader],
+    version: int,
+    latest: Mapping[int, Sequence[int]],
+    members: int,
+) -> tuple[tuple[float, ...], ...]:
+    """The factor of each unit of each update; what is added up is ``sum_i factor_i * contribution_i``.
+
+    A unit that saw no token contributes nothing and has the factor 0, whatever the rule; when no update has tokens for
+    a unit, its direction is zero.
+
+    Args:
+        combine: the rule.
+        updates: what is merged.
+        version: of the fragment before the merge.
+        latest: tokens of each unit in the latest update of every learner that has sent one, those merged now included.
+        members: learners that share the work, at least the distinct senders.
+    """
+    units = len(updates[0].tokens)
+    rows = [[0.0] * units for _ in updates]
+    for unit in range(units):
+        claims = [_claim(combine, update.tokens[unit]) for update in updates]
+        discounts = [1 / (1 + combine.discount * max(version - update.base_version, 0)) for update in updates]
+        if combine.over == "arrived":
+            total = sum(claim * discount for claim, discount in zip(claims, discounts, strict=True))
+        else:
+            known = [_claim(combine, tokens[unit]) for tokens in latest.values()]
+            # Who has not been heard of yet counts as much as the others on average.
+            total = sum(known) * max(members, len(known)) / len(known)
+        for row, claim, discount in zip(rows, claims, discounts, strict=True):
+            row[unit] = claim * discount / total if total else 0.0
+    return tuple(tuple(row) for row in rows)
+
+
+def _claim(combine: Combine, tokens: int) -> float:
+    return float(tokens) if combine.weight == "tokens" else float(tokens > 0)

@@ -1,0 +1,112 @@
+"""The event log: every decision of a run in its order, as JSON Lines, from which `moe_async.sync.replay` does it again.
+
+Each entry has ``event``, ``time`` (seconds) and what the event is about. The syncer's decisions are ``merge``,
+``discard``, ``switch``, ``welcome``, ``farewell``; a learner's are ``send`` and ``take``, with the number of steps
+(``clock``) after which it did so, and ``end``, its last step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from moe_async.errors import SyncError
+from moe_async.sync.messages import (
+    Decision,
+    Discard,
+    Farewell,
+    Merge,
+    Publication,
+    Switch,
+    UpdateHeader,
+    UpdateId,
+    Welcome,
+)
+
+Entry = dict[str, Any]
+
+_EVENTS: dict[type, str] = {
+    Merge: "merge",
+    Discard: "discard",
+    Switch: "switch",
+    Welcome: "welcome",
+    Farewell: "farewell",
+}
+
+
+class EventLog:
+    """Collects entries in memory and, where a path is given, in a file as they come.
+
+    Args:
+        path: a file to append to; None: memory alone.
+        keep: whether entries stay in memory.
+    """
+
+    def __init__(self, path: Path | None = None, keep: bool = True) -> None:
+        self.entries: list[Entry] = []
+        self._keep = keep
+        self._file: TextIO | None = None if path is None else path.open("a")
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry; it has left this process when the call returns, so a killed process loses none."""
+        if self._keep:
+            self.entries.append(entry)
+        if self._file is not None:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+
+    def decision(self, decision: Decision, time: float) -> None:
+        """Append a decision of the syncer; publications are left out, for what a learner takes is what counts."""
+        event = _EVENTS.get(type(decision))
+        if event is not None:
+            self.add({"event": event, "time": time, **asdict(decision)})
+
+    def send(self, header: UpdateHeader, time: float) -> None:
+        """Append the sending of an update."""
+        self.add({"event": "send", "time": time, "header": asdict(header)})
+
+    def take(self, publication: Publication, mix: float | None, clock: int, time: float) -> None:
+        """Append the taking of a shared value after ``clock`` steps, and how it was mixed with the local one."""
+        self.add({"event": "take", "time": time, "clock": clock, "mix": mix, **asdict(publication)})
+
+    def end(self, learner: int, incarnation: int, clock: int, time: float) -> None:
+        """Append that a learner made its last step, or died after it."""
+        self.add({"event": "end", "time": time, "learner": learner, "incarnation": incarnation, "clock": clock})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Entries of a file; a last line that a crash cut short is left out.
+
+    Raises:
+        SyncError: a line before the last one is not JSON.
+    """
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise SyncError(f"line {number} of {path} is damaged ({error}); restore the file from a copy.") from error
+        yield entry
+
+
+def read_merge(entry: Entry) -> Merge:
+    """The merge that an entry tells of."""
+    return Merge(
+        fragment=entry["fragment"],
+        version=entry["version"],
+        updates=tuple(UpdateId(**update) for update in entry["updates"]),
+        weights=tuple(tuple(row) for row in entry["weights"]),
+        staleness=tuple((gap, lag, drift) for gap, lag, drift in entry["staleness"]),
+        progress=entry["progress"],
+        phase=entry["phase"],
+    )

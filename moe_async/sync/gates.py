@@ -1,0 +1,104 @@
+"""Gates: which pending updates of a fragment are merged, and when. Functions of headers and times; no state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_async.sync.messages import UpdateHeader
+from moe_async.sync.settings import Gate
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An update that waits at the syncer, and when it came (seconds)."""
+
+    header: UpdateHeader
+    at: float
+
+
+@dataclass(frozen=True)
+class Member:
+    """A learner that takes part.
+
+    Attributes:
+        incarnation: its current life.
+        joined_clock: steps at which it began; it owes no update of steps up to that.
+        seen: steps that it has finished, as far as the syncer has heard.
+        final: it makes no further step.
+    """
+
+    incarnation: int
+    joined_clock: int = 0
+    seen: int = 0
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A merge of ``updates`` (in the order of the sum) at time ``at``; it is due when that is not later than now."""
+
+    at: float
+    updates: tuple[Arrival, ...]
+
+
+def opening(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+    """The next merge of a fragment; None while it waits for further updates.
+
+    Args:
+        gate: the rule.
+        pending: updates in the order of their arrival.
+        members: learners alive, by number.
+    """
+    return _GATES[gate.kind](gate, pending, members) if pending else None
+
+
+def _barrier(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+    clock = min(arrival.header.clock for arrival in pending)
+    group = [arrival for arrival in pending if arrival.header.clock == clock]
+    there = {arrival.header.id.learner for arrival in group}
+    owed = {
+        learner
+        for learner, member in members.items()
+        if member.joined_clock < clock and not (member.final and member.seen < clock)
+    }
+    return _ordered(group[-1].at, group) if owed <= there else None
+
+
+def _first(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+    wanted = min(gate.count, len(_at_work(pending, members)))
+    return _ordered(pending[-1].at, pending) if len(pending) >= wanted else None
+
+
+def _each(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+    return Opening(pending[0].at, (pending[0],))
+
+
+def _quorum(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+    wanted = min(gate.count, len(_at_work(pending, members)))
+    there: set[int] = set()
+    for arrival in pending:
+        there.add(arrival.header.id.learner)
+        if len(there) >= wanted:
+            return _ordered(arrival.at + max(gate.grace, 0.0), pending)
+    return None
+
+
+def _at_work(pending: Sequence[Arrival], members: Mapping[int, Member]) -> Collection[int]:
+    """Learners whose updates are there or may still come."""
+    return {arrival.header.id.learner for arrival in pending} | {
+        learner for learner, member in members.items() if not member.final
+    }
+
+
+def _ordered(at: float, arrivals: Sequence[Arrival]) -> Opening:
+    """Floating-point sums depend on their order, so it is that of learners and never that of arrival."""
+    return Opening(at, tuple(sorted(arrivals, key=lambda arrival: arrival.header.id)))
+
+
+_GATES: Mapping[str, Callable[[Gate, Sequence[Arrival], Mapping[int, Member]], Opening | None]] = {
+    "barrier": _barrier,
+    "first": _first,
+    "each": _each,
+    "quorum": _quorum,
+}

@@ -1,0 +1,139 @@
+"""The parts of a policy as plain values: when to send and what, what to wait for, how to merge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_async.errors import SyncError
+from moe_async.ops.outer import Outer
+
+Contribution = Literal["delta", "grad"]
+GateKind = Literal["barrier", "first", "each", "quorum"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """When the updates of a fragment are merged.
+
+    Attributes:
+        kind: ``barrier``: those of all members with the same number of steps; ``first``: as soon as there are
+            ``count``; ``each``: every one by itself; ``quorum``: ``grace`` seconds after updates of ``count`` members
+            have come, everything that is there.
+        count: see ``kind``; never more than there are members at work.
+        grace: seconds.
+    """
+
+    kind: GateKind = "barrier"
+    count: int = 1
+    grace: float = 0.0
+
+
+@dataclass(frozen=True)
+class Combine:
+    """The factors of the updates in a merge, for each unit on its own.
+
+    Attributes:
+        weight: ``equal``, or ``tokens`` that the unit saw since the sender's last update.
+        over: weights are divided by their sum over the ``arrived`` updates of the merge, or over the latest known
+            weights of all ``members``: then it does not matter in which groups updates arrive.
+        discount: an update that lags behind by n versions counts ``1 / (1 + discount * n)``.
+    """
+
+    weight: Literal["equal", "tokens"] = "equal"
+    over: Literal["arrived", "members"] = "arrived"
+    discount: float = 0.0
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """A policy, without the name under which recipes know it.
+
+    Attributes:
+        contribution: ``delta``: learners train on their own and send how far they came; ``grad``: they send gradients
+            and the optimizer is the syncer's.
+        every: steps between two updates of a fragment.
+        fragments: parts that a class is cut into, each with its own turn within ``every`` steps.
+        gate: when the syncer merges.
+        max_lag: an update that lags behind by more versions is discarded; None: no bound.
+        combine: factors.
+        outer: what the merged direction does to the shared value; of a ``grad`` policy the optimizer itself.
+        clock_bound: a learner starts its step n + 1 only if it is not more than this number of steps ahead of the
+            slowest; None: no bound.
+        overlap: steps that a learner goes on after sending before it takes the result, and waits for it if need be;
+            0: it waits at once; None: it never waits for a result, and takes what there is between any two steps.
+        ahead: a learner makes no further step while more than this number of its updates of one fragment are neither
+            merged nor discarded; None: no bound.
+        mix: what a taken value does to the local one: ``local = mix * local + (1 - mix) * shared``; None: the local
+            value moves by as much as the shared one did, so that what was learnt since stays (`rebase`).
+        shares_merge: a merge is sent to all members, not only to those that it settles.
+    """
+
+    contribution: Contribution = "delta"
+    every: int = 1
+    fragments: int = 1
+    gate: Gate = field(default_factory=Gate)
+    max_lag: int | None = None
+    combine: Combine = field(default_factory=Combine)
+    outer: Outer = field(default_factory=Outer)
+    clock_bound: int | None = None
+    overlap: int | None = 0
+    ahead: int | None = None
+    mix: float | None = 0.0
+    shares_merge: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ahead == 0 and self.fragments > 1 and self.gate.kind == "quorum" and self.gate.count > 1:
+            raise SyncError(
+                f"ahead is 0 with {self.fragments} fragments and a quorum of {self.gate.count}: learners that wait for "
+                "one another on different fragments would wait for ever. Use ahead: 1 or more, quorum: 1, or "
+                "fragments: 1."
+            )
+        if self.overlap is not None and not 0 <= self.overlap < self.every:
+            raise SyncError(
+                f"overlap is {self.overlap} but a fragment is sent every {self.every} steps, so its result would come "
+                f"after it is sent again. Use overlap: {self.every - 1} at most."
+            )
+
+    def due(self, fragment: int, clock: int) -> bool:
+        """Whether the ``fragment``-th of the fragments is sent after step ``clock`` (the first step is 1)."""
+        offset = fragment * self.every // self.fragments
+        return clock > 0 and (clock - offset) % self.every == 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether some update makes its sender wait for the result."""
+        return self.overlap is not None
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether merges happen without the updates of all members."""
+        return self.gate.kind != "barrier"
+
+
+@dataclass(frozen=True)
+class SwitchWhen:
+    """When a run goes over from one policy to the next; the first condition that holds counts.
+
+    Attributes:
+        step: mean number of steps of the learners.
+        plateau: merges in a row whose mean loss does not come ``improvement`` below the best before.
+        improvement: in nats.
+    """
+
+    step: float | None = None
+    plateau: int | None = None
+    improvement: float = 0.0
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """What holds for a group of parameters over the whole run: one policy, or two in turn.
+
+    Attributes:
+        phases: the policies; of one kind of contribution and the same fragments.
+        when: condition for the change; None with one phase.
+    """
+
+    phases: tuple[PolicySettings, ...]
+    when: SwitchWhen | None = None

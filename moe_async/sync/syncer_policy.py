@@ -1,0 +1,303 @@
+"""The syncer's side of a policy: a state machine that is told what happened and says what to do.
+
+It knows headers and times but no tensors, reads no clock and sends nothing, so that the same object decides under a
+virtual clock and over a network. Whoever drives it carries out the decisions, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from moe_async.sync.combine import combine_weights
+from moe_async.sync.gates import Arrival, Member, Opening, opening
+from moe_async.sync.messages import Decision, Discard, Farewell, Merge, Publication, Switch, UpdateHeader, UpdateId
+from moe_async.sync.settings import PolicyPlan, PolicySettings
+
+
+class SyncerPolicy:
+    """Decides on the fragments of one group of parameters.
+
+    Args:
+        plan: the policy, or two in turn.
+        fragments: numbers of the fragments.
+        learners: expected number of learners.
+    """
+
+    def __init__(self, plan: PolicyPlan, fragments: Sequence[int], learners: int) -> None:
+        self.plan = plan
+        self.learners = learners
+        self.phase = 0
+        self.members: dict[int, Member] = {}
+        self.versions = dict.fromkeys(fragments, 0)
+        self._pending: dict[int, list[Arrival]] = {fragment: [] for fragment in fragments}
+        self._received: dict[tuple[int, int], tuple[int, int]] = {}
+        self._settled: dict[tuple[int, int], tuple[int, int]] = {}
+        self._latest: dict[int, dict[int, tuple[int, ...]]] = {fragment: {} for fragment in fragments}
+        self._seen: dict[int, int] = {}
+        self._steps = 0
+        self._held: set[int] = set()
+        self._deferred: set[tuple[int, int]] = set()
+        self._best_loss: float | None = None
+        self._without_improvement = 0
+
+    @property
+    def settings(self) -> PolicySettings:
+        """The policy that holds now."""
+        return self.plan.phases[self.phase]
+
+    @property
+    def progress(self) -> float:
+        """Steps that the expected learners have made on average, as far as is known here."""
+        return self._steps / self.learners
+
+    def joining_clock(self) -> int:
+        """Steps at which a newcomer begins: those of the slowest where clocks are bound, else of the fastest."""
+        at_work = [member.seen for member in self.members.values() if not member.final]
+        if not at_work:
+            return max(self._seen.values(), default=0)
+        return min(at_work) if self.settings.clock_bound is not None else max(at_work)
+
+    def join(self, learner: int, incarnation: int, clock: int, now: float) -> list[Decision]:
+        """A learner has come, or come back, and begins at ``clock`` steps."""
+        self.members[learner] = Member(incarnation, joined_clock=clock, seen=clock)
+        self._hear(learner, clock)
+        self._held.discard(learner)
+        decisions: list[Decision] = []
+        for fragment, pending in self._pending.items():
+            if pending and self.settings.contribution == "grad" and self.settings.gate.kind == "barrier":
+                # The gradient of a newcomer has to be of the version that the pending ones are about to make.
+                self._deferred.add((learner, fragment))
+            else:
+                decisions.append(self._publication(learner, fragment))
+        return [*decisions, *self._settle(now)]
+
+    def leave(self, learner: int, now: float) -> list[Decision]:
+        """A learner is gone. What it sent before stays; nobody waits for it any more."""
+        member = self.members.pop(learner, None)
+        if member is None:
+            return []
+        self._held.discard(learner)
+        self._deferred = {entry for entry in self._deferred if entry[0] != learner}
+        for latest in self._latest.values():
+            latest.pop(learner, None)
+        return [Farewell(learner, member.incarnation), *self._settle(now)]
+
+    def finish(self, learner: int, now: float) -> list[Decision]:
+        """A learner makes no further step, and sends no further update."""
+        if learner not in self.members:
+            return []
+        self.members[learner] = replace(self.members[learner], final=True)
+        return self._settle(now)
+
+    def arrive(self, header: UpdateHeader, now: float) -> list[Decision]:
+        """An update has come."""
+        refused = self._refuse(header)
+        if refused:
+            return refused
+        learner, fragment = header.id.learner, header.id.fragment
+        member = self.members[learner]
+        self._received[learner, fragment] = (header.id.incarnation, header.id.sequence)
+        self._latest[fragment][learner] = header.tokens
+        self._hear(learner, header.clock)
+        self.members[learner] = replace(member, seen=max(header.clock, member.seen), final=member.final or header.final)
+        decisions: list[Decision] = []
+        settings, lag = self.settings, self.versions[fragment] - header.base_version
+        if settings.max_lag is not None and lag > settings.max_lag:
+            decisions.append(Discard(header.id, f"lags {lag} versions behind, more than {settings.max_lag}"))
+            self._mark_settled(header.id)
+            if settings.clock_bound is None:
+                decisions.append(self._publication(learner, fragment))
+        else:
+            self._pending[fragment].append(Arrival(header, now))
+        if settings.clock_bound is not None:
+            self._held.add(learner)
+        return [*decisions, *self._settle(now)]
+
+    def tick(self, now: float) -> list[Decision]:
+        """Time has passed; call it when `due` says so, or more often."""
+        return self._settle(now)
+
+    def due(self) -> float | None:
+        """When `tick` has something to do; None: not before something else happens."""
+        times = [found.at for fragment in self._pending if (found := self._opening(fragment)) is not None]
+        return min(times, default=None)
+
+    def publish_all(self, learner: int) -> list[Decision]:
+        """The shared values as they are, for one member."""
+        return [self._publication(learner, fragment) for fragment in self.versions]
+
+    def pending(self) -> list[UpdateId]:
+        """Updates that wait to be merged."""
+        return [arrival.header.id for pending in self._pending.values() for arrival in pending]
+
+    def _hear(self, learner: int, clock: int) -> None:
+        """Note the steps of a learner; the steps of one that left stay counted."""
+        before = self._seen.get(learner, 0)
+        self._seen[learner] = max(clock, before)
+        self._steps += self._seen[learner] - before
+
+    def _refuse(self, header: UpdateHeader) -> list[Decision]:
+        """Decisions on an update that has been here before, or is of a former life of its learner; empty: it is new."""
+        key = (header.id.learner, header.id.fragment)
+        member = self.members.get(header.id.learner)
+        if member is None or header.id.incarnation != member.incarnation:
+            return [Discard(header.id, "its sender is no member")]
+        incarnation, sequence = self._received.get(key, (header.id.incarnation, -1))
+        if incarnation == header.id.incarnation and header.id.sequence <= sequence:
+            repeated: list[Decision] = [Discard(header.id, "came before")]
+            if self._settled_sequence(*key) >= header.id.sequence and header.id.learner not in self._held:
+                repeated.append(self._publication(*key))
+            return repeated
+        return []
+
+    def _settle(self, now: float) -> list[Decision]:
+        """Every merge that is due, with what follows from it."""
+        decisions: list[Decision] = []
+        for fragment in self._pending:
+            while (found := self._opening(fragment)) is not None and found.at <= now:
+                decisions.extend(self._merge(fragment, found))
+        decisions.extend(self._release())
+        return decisions
+
+    def _opening(self, fragment: int) -> Opening | None:
+        return opening(self.settings.gate, self._pending[fragment], self.members)
+
+    def _merge(self, fragment: int, found: Opening) -> Iterator[Decision]:
+        headers = [arrival.header for arrival in found.updates]
+        version = self.versions[fragment]
+        members = max(len(self.members), len({header.id.learner for header in headers}))
+        weights = combine_weights(self.settings.combine, headers, version, self._latest[fragment], members)
+        slowest = min((member.seen for member in self.members.values()), default=0)
+        self.versions[fragment] = version + 1
+        merged = {header.id for header in headers}
+        self._pending[fragment] = [entry for entry in self._pending[fragment] if entry.header.id not in merged]
+        for header in headers:
+            self._mark_settled(header.id)
+        yield Merge(
+            fragment,
+            version + 1,
+            tuple(header.id for header in headers),
+            weights,
+            tuple(
+                (max(header.clock - slowest, 0), version - header.base_version, header.local_steps)
+                for header in headers
+            ),
+            self.progress,
+            self.phase,
+        )
+        released = self.settings.clock_bound is None
+        if self._switches(headers):
+            self.phase += 1
+            self._held.clear()
+            yield Switch(tuple(self.versions), self.phase, self.progress)
+        if self.settings.shares_merge:
+            receivers = set(self.members)
+        else:
+            receivers = {header.id.learner for header in headers if released}
+            receivers |= {learner for learner, waiting in self._deferred if waiting == fragment}
+        self._deferred = {entry for entry in self._deferred if entry[1] != fragment}
+        for learner in sorted(receivers & set(self.members)):
+            yield self._publication(learner, fragment)
+
+    def _release(self) -> Iterator[Decision]:
+        """Publications for the learners that the clock bound held back and that may go on."""
+        bound = self.settings.clock_bound
+        if bound is None:
+            return
+        slowest = min((member.seen for member in self.members.values() if not member.final), default=None)
+        for learner in sorted(self._held):
+            if slowest is None or self.members[learner].seen - slowest <= bound:
+                self._held.discard(learner)
+                for fragment in self.versions:
+                    yield self._publication(learner, fragment)
+
+    def _switches(self, headers: Sequence[UpdateHeader]) -> bool:
+        when = self.plan.when
+        if when is None or self.phase + 1 >= len(self.plan.phases):
+            return False
+        if when.plateau is not None:
+            loss = sum(header.loss for header in headers) / len(headers)
+            if self._best_loss is None or loss < self._best_loss - when.improvement:
+                self._best_loss, self._without_improvement = loss, 0
+            else:
+                self._without_improvement += 1
+            if self._without_improvement >= when.plateau:
+                return True
+        return when.step is not None and self.progress >= when.step
+
+    def _publication(self, learner: int, fragment: int) -> Publication:
+        return Publication(
+            fragment=fragment,
+            version=self.versions[fragment],
+            learner=learner,
+            incarnation=self.members[learner].incarnation,
+            settled=self._settled_sequence(learner, fragment),
+            progress=self.progress,
+            seen=self.members[learner].seen,
+            phase=self.phase,
+        )
+
+    def _mark_settled(self, update: UpdateId) -> None:
+        # A barrier merges the updates of a learner in order, and so do the other gates.
+        self._settled[update.learner, update.fragment] = (update.incarnation, update.sequence)
+
+    def _settled_sequence(self, learner: int, fragment: int) -> int:
+        incarnation, sequence = self._settled.get((learner, fragment), (-1, -1))
+        member = self.members.get(learner)
+        return sequence if member is not None and member.incarnation == incarnation else -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next decisions depend on, as JSON values."""
+        return {
+            "phase": self.phase,
+            "members": {str(learner): asdict(member) for learner, member in self.members.items()},
+            "versions": {str(fragment): version for fragment, version in self.versions.items()},
+            "pending": {
+                str(fragment): [{"at": entry.at, **asdict(entry.header)} for entry in pending]
+                for fragment, pending in self._pending.items()
+            },
+            "received": [[*key, *value] for key, value in self._received.items()],
+            "settled": [[*key, *value] for key, value in self._settled.items()],
+            "latest": [
+                [fragment, learner, list(tokens)]
+                for fragment, latest in self._latest.items()
+                for learner, tokens in latest.items()
+            ],
+            "seen": [[learner, clock] for learner, clock in self._seen.items()],
+            "held": sorted(self._held),
+            "deferred": sorted(map(list, self._deferred)),
+            "best_loss": self._best_loss,
+            "without_improvement": self._without_improvement,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        self.phase = state["phase"]
+        self.members = {int(learner): Member(**member) for learner, member in state["members"].items()}
+        self.versions = {int(fragment): version for fragment, version in state["versions"].items()}
+        self._pending = {
+            int(fragment): [_read_arrival(entry) for entry in pending] for fragment, pending in state["pending"].items()
+        }
+        self._received = {(a, b): (c, d) for a, b, c, d in state["received"]}
+        self._settled = {(a, b): (c, d) for a, b, c, d in state["settled"]}
+        self._latest = {fragment: {} for fragment in self.versions}
+        for fragment, learner, tokens in state["latest"]:
+            self._latest[fragment][learner] = tuple(tokens)
+        self._seen = dict(map(tuple, state["seen"]))
+        self._steps = sum(self._seen.values())
+        self._held = set(state["held"])
+        self._deferred = {(learner, fragment) for learner, fragment in state["deferred"]}
+        self._best_loss, self._without_improvement = state["best_loss"], state["without_improvement"]
+
+
+def _read_arrival(entry: dict[str, Any]) -> Arrival:
+    entry = dict(entry)
+    at = entry.pop("at")
+    return Arrival(read_header(entry), at)
+
+
+def read_header(entry: dict[str, Any]) -> UpdateHeader:
+    """A header from the JSON values that ``dataclasses.asdict`` made of it."""
+    return UpdateHeader(**{**entry, "id": UpdateId(**entry["id"]), "tokens": tuple(entry["tokens"])})
