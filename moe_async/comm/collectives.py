@@ -45,6 +45,30 @@ class Meter:
             self.seconds += time.perf_counter() - start
 
 
+class Reduction:
+    """Sums of tensors over a group, on their way since `Group.start_all_reduce_many`."""
+
+    def __init__(
+        self, buckets: Sequence[Sequence[Tensor]], flats: Sequence[Tensor], works: Sequence[Any], meter: Meter
+    ):
+        self._shapes = [[tensor.shape for tensor in bucket] for bucket in buckets]
+        self._flats = flats
+        self._works = works
+        self._meter = meter
+
+    def wait(self) -> list[Tensor]:
+        """The sums, in the order and shapes of the tensors; every call gives the same ones. Blocks until they came."""
+        with self._meter.running():
+            for work in self._works:
+                work.wait()
+        self._works = ()
+        return [
+            part.view(shape)
+            for flat, shapes in zip(self._flats, self._shapes, strict=True)
+            for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes, strict=True)
+        ]
+
+
 @dataclass(frozen=True)
 class Group:
     """Some ranks that communicate with one another, seen from one of them.
@@ -97,6 +121,17 @@ class Group:
             self.all_reduce(flat)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+    def start_all_reduce_many(self, tensors: Sequence[Tensor]) -> Reduction:
+        """Begin to sum tensors of one dtype over the group, in the buckets of `all_reduce_many`. Does not block.
+
+        The sums are new tensors; those given may change at once. Several reductions may be on their way; every rank
+        of the group starts them in the same order. What else communicates meanwhile belongs into another group.
+        """
+        buckets = list(_buckets(tensors, BUCKET_ELEMENTS))
+        flats = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
+        works = [dist.all_reduce(flat, group=self.handle, async_op=True) for flat in flats] if self.size > 1 else []
+        return Reduction(buckets, flats, works, self.meter)
 
     def broadcast_object(self, value: Any) -> Any:
         """The ``value`` that the group's first rank passes, on every rank. Every rank calls it; blocks.

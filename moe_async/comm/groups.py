@@ -31,6 +31,7 @@ class World:
         everyone: all ranks.
         expert: the ranks that hold every expert once together.
         expert_data: the ranks that replicate the experts of this one.
+        background: all ranks again, for reductions that run while the other groups are used.
         device: where this rank computes.
     """
 
@@ -40,6 +41,7 @@ class World:
     everyone: Group = field(default_factory=Group)
     expert: Group = field(default_factory=Group)
     expert_data: Group = field(default_factory=Group)
+    background: Group = field(default_factory=Group)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
@@ -194,6 +196,7 @@ def make_world(
     # Every rank takes part in creating every group, in one order: skipping a foreign one hangs.
     expert = [new_group(ranks) for ranks in topology.expert_groups()]
     expert_data = [new_group(ranks) for ranks in topology.expert_data_groups()]
+    background = new_group(tuple(range(topology.world_size)))
     return World(
         topology=topology,
         rank=rank,
@@ -201,6 +204,7 @@ def make_world(
         everyone=Group(tuple(range(topology.world_size)), rank, dist.group.WORLD, device, meter),
         expert=expert[topology.replica_index(rank)],
         expert_data=expert_data[topology.expert_index(rank)],
+        background=background,
         device=device,
     )
 

@@ -269,7 +269,7 @@ def flags_and_timeouts(rank):
 
 
 def test_all_ranks_stop_when_one_is_told_and_groups_have_the_given_timeout():
-    assert run_ranks(2, flags_and_timeouts) == [(False, True, "SIGTERM", [timedelta(minutes=3)])] * 2
+    assert run_ranks(2, flags_and_timeouts) == [(False, True, "SIGTERM", [timedelta(minutes=3)] * 2)] * 2
 
 
 def test_labels_of_masked_tokens_do_not_count():
