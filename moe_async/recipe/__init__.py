@@ -8,6 +8,7 @@ from moe_async.recipe.loader import dump_recipe, load_recipe, parse_recipe
 from moe_async.recipe.moe import CapacitySection, EveryLayers, MoeSection
 from moe_async.recipe.routers import RouterSection, TopKRouter
 from moe_async.recipe.schema import Recipe
+from moe_async.recipe.sync import DelaySection, SyncSection
 from moe_async.recipe.text import DataSection, SourceEntry
 from moe_async.recipe.training import (
     ClassSection,
@@ -15,7 +16,6 @@ from moe_async.recipe.training import (
     OptimSection,
     ParallelSection,
     ScheduleSection,
-    SyncSection,
     TrainSection,
 )
 
@@ -24,6 +24,7 @@ __all__ = [
     "CapacitySection",
     "ClassSection",
     "DataSection",
+    "DelaySection",
     "EveryLayers",
     "LogSection",
     "ModelSection",

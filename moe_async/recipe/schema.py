@@ -17,12 +17,12 @@ from moe_async.recipe.deepspeed_config import refused_options
 from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, refuse_all, statement
 from moe_async.recipe.moe import MoeSection
 from moe_async.recipe.section import Section
+from moe_async.recipe.sync import SyncSection
 from moe_async.recipe.text import DataSection
 from moe_async.recipe.training import (
     LogSection,
     OptimSection,
     ParallelSection,
-    SyncSection,
     TrainSection,
 )
 
@@ -87,6 +87,17 @@ class Recipe(Section):
     def _fits_the_experts(cls, value: ParallelSection, info: ValidationInfo) -> ParallelSection:
         if "moe" in info.data:
             refuse_all(_layout_problems(value, info.data["moe"]), value)
+        return value
+
+    @field_validator("sync")
+    @classmethod
+    def _delay_needs_whole_gradients(cls, value: SyncSection, info: ValidationInfo) -> SyncSection:
+        if value.delay is not None and "parallel" in info.data and info.data["parallel"].zero:
+            raise statement(
+                f"sync.inside is {{delay: {value.delay}}} but parallel.zero is {info.data['parallel'].zero}; ZeRO 1 and"
+                " 2 leave a rank with pieces of reduced gradients, and delayed ones are kept whole. Use zero: 0, or"
+                " inside: blocking."
+            )
         return value
 
     @field_validator("optim")

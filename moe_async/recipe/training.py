@@ -1,4 +1,4 @@
-"""The sections that say how the model is trained: `parallel`, `sync`, `optim`, `train` and `log`.
+"""The sections that say how the model is trained: `parallel`, `optim`, `train` and `log`.
 
 Each key states its meaning, unit and default. Rules inside one section live here; rules that compare sections live
 in `schema`.
@@ -36,15 +36,6 @@ class ParallelSection(Section):
         if isinstance(value, (bool, float)):
             raise ValueError("it must be 0, 1 or 2. Write the stage as a whole number.")
         return value
-
-
-class SyncSection(Section):
-    """How the ranks' dense gradients meet."""
-
-    inside: Literal["blocking"] = Field(
-        default="blocking",
-        description="Inside a learner: blocking averages the gradients of a step before that step. Default: blocking.",
-    )
 
 
 class ScheduleSection(Section):

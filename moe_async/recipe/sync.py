@@ -1,0 +1,56 @@
+"""The section `sync`: when the dense gradients of ranks meet.
+
+Each key states its meaning, unit and default. The rule that compares it with `parallel` lives in `schema`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from moe_async.recipe.messages import union_tag
+from moe_async.recipe.section import Section
+
+
+class DelaySection(Section):
+    """Dense gradients that are applied some steps after the step that computed them."""
+
+    delay: int = Field(
+        ge=0,
+        description="Steps between computing a dense gradient and applying it; 0 gives the numbers of blocking."
+        " Required.",
+    )
+
+
+def _inside_form(value: object) -> str | None:
+    """Tells which of the two forms of `sync.inside` a value has."""
+    if value == "blocking":
+        return union_tag("word")
+    return union_tag("mapping") if isinstance(value, (dict, DelaySection)) else None
+
+
+Inside = Annotated[
+    Annotated[Literal["blocking"], Tag(union_tag("word"))] | Annotated[DelaySection, Tag(union_tag("mapping"))],
+    Discriminator(
+        _inside_form,
+        custom_error_type="inside_form",
+        custom_error_message="it must be blocking, or a mapping such as {delay: 1}",
+    ),
+]
+
+
+class SyncSection(Section):
+    """How the ranks' dense gradients meet."""
+
+    inside: Inside = Field(
+        default="blocking",
+        description="Inside a learner: blocking averages the gradients of a step before that step. {delay: 1} averages"
+        " those of dense layers and routers while the next step computes, and applies them one step late (2: two"
+        " steps, and so on); needs parallel.zero 0. Default: blocking.",
+    )
+
+    @property
+    def delay(self) -> int | None:
+        """Gives the steps by which dense gradients are late; None: they are reduced by a blocking reduction."""
+        return None if self.inside == "blocking" else self.inside.delay
