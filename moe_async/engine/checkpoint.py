@@ -2,13 +2,15 @@
 
 A checkpoint is a folder ``step_<n>``:
 
-* ``dense.safetensors``: dense and router parameters, buffers, and their optimizer state, written by rank 0;
+* ``dense.safetensors``: dense and router parameters, buffers, their optimizer state and their gradients in flight,
+  written by rank 0;
 * ``experts-<i>.safetensors``: the experts of index ``i`` of the expert groups and their optimizer state, one key per
   global expert id, written by the first replica;
 * ``rank-<r>.safetensors``: the random states of rank ``r``;
 * ``manifest.json``: format version, sizes of all files, the recipe, counters and the data position. Written last.
 
 Keys are ``param/<name>``, ``buffer/<name>`` and ``<optimizer key>/<name>``, with ``.<expert id>`` behind an expert's.
+``inflight/<age>/<name>`` are mean gradients that a delay has yet to apply, those of the newest step with the age 0.
 It is written into a folder aside, which gets its name by a rename once every rank's files are complete, so a checkpoint
 is there as a whole or not at all.
 """
@@ -96,6 +98,9 @@ def _collect(bridge: DeepSpeedBridge) -> dict[str, dict[str, Tensor]]:
     if world.rank == 0:
         buffers = bridge.module.named_buffers()
         files["dense.safetensors"] = {f"buffer/{name}": _to_host(value) for name, value in buffers}
+        for age, means in enumerate(bridge.delayed.state() if bridge.delayed is not None else ()):
+            keys = {f"inflight/{age}/{name}": _to_host(mean) for name, mean in means.items()}
+            files["dense.safetensors"].update(keys)
     if ids and world.expert_data.index == 0:
         files[expert_file] = {}
     for name, parameter in bridge.module.named_parameters():
@@ -152,6 +157,10 @@ class _Tensors:
                 "build the model with the checkpoint's own recipe."
             )
 
+    def in_flight(self) -> int:
+        """Steps whose dense gradients are yet to be applied."""
+        return len({key.split("/")[1] for key in self._files if key.startswith("inflight/")})
+
     def get(self, key: str, shape: torch.Size) -> Tensor:
         if key not in self._files:
             raise CheckpointError(
@@ -188,13 +197,14 @@ def load_weights(path: str | Path, model: nn.Module) -> Manifest:
 
 @torch.no_grad()
 def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
-    """Put a checkpoint's weights, optimizer state and random states into a model in training.
+    """Put a checkpoint's weights, optimizer state, gradients in flight and random states into a model in training.
 
     Every rank calls it. With another number of ranks than the checkpoint's, the random states start anew.
     """
     manifest = read_manifest(path)
     tensors, ids = _Tensors(path, manifest), expert_ids(bridge.module)
     tensors.refuse_unknown_parameters(bridge.module)
+    _load_in_flight(path, tensors, bridge)
     for name, parameter in bridge.module.named_parameters():
         bridge.write_parameter(parameter, tensors.parameter("param", name, parameter, ids))
         if parameter.requires_grad:
@@ -206,6 +216,24 @@ def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
         handle = _open(path / f"rank-{bridge.world.rank:05d}.safetensors")
         set_random_states({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118
     return manifest
+
+
+def _load_in_flight(path: Path, tensors: _Tensors, bridge: DeepSpeedBridge) -> None:
+    """Put the gradients of a delay back into its queue; without a place for them they would be lost."""
+    steps, delayed = tensors.in_flight(), bridge.delayed
+    taken = delayed.delay if delayed is not None else 0
+    if steps > taken:
+        raise CheckpointError(
+            f"{path} holds dense gradients of {steps} steps that are yet to be applied, but the delay is {taken} here; "
+            f"resume with a delay of at least that: --set parallel.zero=0 --set 'sync.inside={{delay: {steps}}}'."
+        )
+    if delayed is not None:
+        delayed.load_state(
+            [
+                {name: tensors.get(f"inflight/{age}/{name}", p.shape) for name, p in delayed.parameters.items()}
+                for age in range(steps)
+            ]
+        )
 
 
 def _load_buffers(model: nn.Module, tensors: _Tensors) -> None:

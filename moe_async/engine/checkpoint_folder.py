@@ -18,7 +18,8 @@ from typing import Any
 
 from moe_async.errors import CheckpointError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""2 had one ``optimizer_steps`` for the whole model and no gradients in flight; it is read too."""
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d+)")
 
@@ -30,7 +31,7 @@ class Manifest:
     Attributes:
         recipe: the resolved recipe as YAML text.
         world_size, expert_parallel: of the run that wrote it.
-        optimizer_steps: updates that the optimizer has counted.
+        optimizer_steps: updates that the optimizer has counted in each part of the model, ``dense`` and ``expert``.
         trainer: counters and positions of the training loop.
         files: size in bytes of every file.
     """
@@ -38,7 +39,7 @@ class Manifest:
     recipe: str
     world_size: int
     expert_parallel: int
-    optimizer_steps: int
+    optimizer_steps: dict[str, int]
     trainer: dict[str, Any]
     files: dict[str, int]
 
@@ -133,11 +134,13 @@ def read_manifest(path: Path) -> Manifest:
     try:
         document = json.loads(source.read_text())
         version = document.pop("format_version")
-        if version != FORMAT_VERSION:
+        if version not in (2, FORMAT_VERSION):
             raise CheckpointError(
-                f"{source} has format version {version}; this release reads version {FORMAT_VERSION}. Use the "
+                f"{source} has format version {version}; this release reads versions 2 and {FORMAT_VERSION}. Use the "
                 "release of moe_async that wrote it."
             )
+        if version == 2:
+            document["optimizer_steps"] = dict.fromkeys(("dense", "expert"), document["optimizer_steps"])
         manifest = Manifest(**document)
         wanted = dict(manifest.files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,8 +3,8 @@
 What DeepSpeed does and what the bridge does itself:
 
 * ZeRO 1 and 2: DeepSpeed reduces, measures, clips and skips overflows; all of them are exact with sharded experts.
-* ZeRO 0: DeepSpeed's clipping norm leaves out what other ranks hold, its reduction refuses float64, and it
-  applies a NaN. The bridge turns them off and does them itself (`moe_async.engine.gradients`).
+* ZeRO 0: DeepSpeed's clipping norm leaves out what other ranks hold, its reduction refuses float64 and knows no delay,
+  and it applies a NaN. The bridge turns them off and does them itself (`moe_async.engine.gradients`, `delay`).
 * Expert parameters are marked just before ``deepspeed.initialize``, because marks do not survive copies and casts.
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_async.comm import World
-from moe_async.engine.gradients import ParameterSplit, clip_gradients, global_norm, reduce_gradients
+from moe_async.engine.delay import DelayedGradients
+from moe_async.engine.gradients import ParameterSplit, StepOutcome, keep_finite, prepare_step
 from moe_async.engine.muon import hidden_matrices
 from moe_async.engine.optimizer import make_optimizer, parameter_groups, prime_state
 from moe_async.errors import EngineError
@@ -87,19 +87,6 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
         _accelerator().set_rng_state(states["accelerator"])
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """What came of one optimizer step.
-
-    Attributes:
-        grad_norm: global norm before clipping; not finite when a gradient was not.
-        applied: False when the step was skipped because of that.
-    """
-
-    grad_norm: float
-    applied: bool
-
-
 class DeepSpeedBridge:
     """A model under DeepSpeed, with exact expert gradients, norm and clipping at ZeRO 0, 1 and 2.
 
@@ -110,9 +97,17 @@ class DeepSpeedBridge:
         optim: the recipe's ``optim`` section.
         config: the derived DeepSpeed JSON.
         world: this rank's view of the launch.
+        delay: steps by which gradients of dense layers and routers are late (ZeRO 0); None: a blocking reduction.
     """
 
-    def __init__(self, model: nn.Module, optim: OptimSection, config: dict[str, Any], world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimSection,
+        config: dict[str, Any],
+        world: World,
+        delay: int | None = None,
+    ) -> None:
         self.world = world
         self.clip = optim.clip
         self.stage = int(config["zero_optimization"]["stage"])
@@ -124,10 +119,20 @@ class DeepSpeedBridge:
                 "use --set parallel.zero=0 for float64, and float32 parameters otherwise."
             )
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        replicated = {name: p for name, p in named.items() if self.classes[name] != "expert"}
         self.split = ParameterSplit(
-            replicated=[p for name, p in named.items() if self.classes[name] != "expert"],
+            replicated=list(replicated.values()),
             sharded=[p for name, p in named.items() if self.classes[name] == "expert"],
         )
+        self.delayed: DelayedGradients | None = None
+        if delay is not None:
+            if self.stage:
+                raise EngineError(
+                    f"a delay of {delay} steps was asked for at ZeRO {self.stage}, which leaves a rank with a piece of "
+                    "each reduced gradient; use --set parallel.zero=0, or --set sync.inside=blocking."
+                )
+            reduce = world.background.start_all_reduce_many
+            self.delayed = DelayedGradients(replicated, delay, world.size, reduce)
         group_name = expert_group_name(world.topology.expert_parallel)
         muon = hidden_matrices(model, self.classes) if optim.kind == "muon" else {}
         groups = parameter_groups(named, self.classes, optim, group_name, muon)
@@ -183,24 +188,37 @@ class DeepSpeedBridge:
             self._engine.step()
             return None
         if self.stage == 0:
-            return self._step_without_zero()
+            outcome = prepare_step(self.split, self.world, self.clip, self.delayed)
+            self._engine.step()
+            return outcome
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         applied = bool(self._engine.was_step_applied())
-        return StepOutcome(float(norm) if norm is not None else math.nan, applied)
+        left_out = () if applied else tuple(self.split.parts())
+        return StepOutcome(float(norm) if norm is not None else math.nan, applied, left_out)
 
-    def _step_without_zero(self) -> StepOutcome:
-        reduce_gradients(self.split, self.world)
-        norm = global_norm(self.split, self.world)
-        applied = math.isfinite(norm)
-        if applied:
-            clip_gradients(self.split, norm, self.clip)
-        else:
-            # Without gradients the optimizer leaves weights and moments alone.
-            for parameter in (*self.split.replicated, *self.split.sharded):
+    def spoil(self, objective: Tensor) -> Tensor:
+        """An objective whose gradients are not finite, so that no stage applies anything of this step.
+
+        A weight's gradient that is not finite makes every ZeRO stage skip the step; through a loss it would be lost in
+        a micro-batch without labels. With a delay dense and expert gradients are dropped apart, so both are spoilt.
+        """
+        chosen = [part[0] for part in self.split.parts().values() if part]
+        for parameter in chosen if self.delayed is not None else chosen[:1]:
+            objective = objective + torch.nan * parameter.sum()
+        return objective
+
+    def drain(self) -> list[StepOutcome]:
+        """Apply the gradients in flight, oldest first, each as a step of dense layers and routers alone. Blocks."""
+        outcomes = []
+        while self.delayed:
+            for parameter in self.split.sharded:
                 parameter.grad = None
-        self._engine.step()
-        return StepOutcome(norm, applied)
+            self.delayed.take(0)
+            outcomes.append(keep_finite(self.split, self.world, self.clip, together=False))
+            self._base_optimizer.step()
+            self._base_optimizer.zero_grad()
+        return outcomes
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the rate for the next step, in every group times the factor of its class."""
@@ -212,10 +230,12 @@ class DeepSpeedBridge:
         optimizer: torch.optim.Optimizer = self._engine.optimizer.optimizer if self.stage else self._engine.optimizer
         return optimizer
 
-    def optimizer_steps(self) -> int:
-        """Updates that the optimizer's own bias correction has counted; 0 where it keeps none."""
-        counts = {int(state["step"]) for state in self._base_optimizer.state.values() if "step" in state}
-        return max(counts, default=0)
+    def optimizer_steps(self) -> dict[str, int]:
+        """Updates that the optimizer's own bias correction has counted in each part (`ParameterSplit.parts`).
+
+        They differ with a delay, where a part may have nothing to apply. 0 where the optimizer counts none.
+        """
+        return {part: max((int(step) for step in steps), default=0) for part, steps in self._counters().items()}
 
     def optimizer_state(self, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
         """The full optimizer state of one parameter, key by key, each in the parameter's shape.
@@ -249,11 +269,19 @@ class DeepSpeedBridge:
             else:
                 self._base_optimizer.state[parameter][key].copy_(state[key])
 
-    def write_optimizer_steps(self, steps: int) -> None:
-        """Set what the optimizer's bias correction counts."""
-        for state in self._base_optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(steps)
+    def write_optimizer_steps(self, steps: Mapping[str, int]) -> None:
+        """Set what the optimizer's bias correction counts in each part."""
+        for part, counters in self._counters().items():
+            for counter in counters:
+                counter.fill_(steps[part])
+
+    def _counters(self) -> dict[str, list[Tensor]]:
+        """The optimizer's counters of updates, by part of the parameters."""
+        found: dict[str, list[Tensor]] = {part: [] for part in self.split.parts()}
+        for group in self._base_optimizer.param_groups:
+            states = [self._base_optimizer.state[parameter] for parameter in group["params"]]
+            found["expert" if group.get("moe") else "dense"] += [state["step"] for state in states if "step" in state]
+        return found
 
     def state_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Names of the optimizer's tensors for a parameter."""

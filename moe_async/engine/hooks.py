@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from moe_async.engine.evaluate import Evaluation
+from moe_async.engine.report import StepReport
 from moe_async.engine.run_folder import RunFolder, append_line
-from moe_async.engine.step import StepReport
 from moe_async.errors import MoeAsyncError
 from moe_async.observe import LoadRecorder
 from moe_async.ops.load import load_balance
@@ -60,6 +60,7 @@ class StepRecord:
             "lr": report.learning_rate,
             "grad_norm": report.grad_norm,
             "applied": report.applied,
+            **({"left_out": list(report.left_out)} if report.left_out else {}),
             "dropped": report.dropped,
             "tokens_per_second": round(self.tokens_per_second, 1),
             "data_wait": round(self.data_wait, 6),
@@ -145,6 +146,8 @@ class ProgressHook(Hook):
             self._tell(
                 f"step {report.step}: skipped, loss {report.lm_loss} or gradient norm {report.grad_norm} is not finite"
             )
+        elif report.left_out:
+            self._tell(f"step {report.step}: {report.left_out[0]} gradients left out, which are not finite")
         rate = trainer.tokens_per_second or record.tokens_per_second
         worst = max((load_balance(counts).max_over_mean for counts in report.counts_LE), default=1.0)
         if self._bar is not None:
@@ -191,7 +194,7 @@ class TensorBoardHook(Hook):
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Write the step's scalars."""
         for name, value in record.line().items():
-            if name not in ("step", "applied"):
+            if name not in ("step", "applied", "left_out"):
                 self._writer.add_scalar(f"train/{name}", value, record.report.step)
 
     def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:

@@ -79,16 +79,32 @@ class Trainer:
             EngineError: too many steps in a row without a finite gradient.
         """
         in_a_row = 0
-        while self.engine.global_step < self.engine.steps and not self.stop.agreed(self.world):
+        while not self._done() and not self.stop.agreed(self.world):
             record = self._step()
-            in_a_row = 0 if record.report.applied else in_a_row + 1
+            if self._done():
+                # Before the hooks, which evaluate and save what the run ends with.
+                self._drain()
+            in_a_row = in_a_row + 1 if record.report.left_out or not record.report.applied else 0
             for hook in self.hooks:
                 hook.on_step(self, record)
             if in_a_row == self.recipe.train.max_bad_steps:
                 self._give_up(record)
+        if self._done():
+            # Where a resumed run has no step left.
+            self._drain()
         for hook in self.hooks:
             hook.on_end(self)
+        return self._done()
+
+    def _done(self) -> bool:
         return self.engine.global_step >= self.engine.steps
+
+    def _drain(self) -> None:
+        """Apply what a delay has in flight: the weights are others then than those evaluated or saved."""
+        outcomes = self.engine.drain()
+        self.skipped += sum(not outcome.applied for outcome in outcomes)
+        if outcomes:
+            self._evaluated_step = self.saved_step = -1
 
     def _give_up(self, record: StepRecord) -> None:
         place = find_non_finite(self.engine.module, self._batches, self.engine.micro_batch_objective, self.world)
@@ -110,7 +126,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         self.tokens += report.label_tokens
         self.dropped += report.dropped
-        self.skipped += not report.applied
+        self.skipped += bool(report.left_out) or not report.applied
         self.load.add(report.step, report.counts_LE)
         if self._warm:
             self._timed_tokens += report.label_tokens

@@ -49,8 +49,8 @@ def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> 
     Args:
         model: this rank's model on its device: of `build_model`, or one's own with `MoELayer` inside. For `train_step`
             its forward takes ``(tokens, token_mask)`` and returns `moe_async.model.ModelOutput`.
-        recipe: its ``optim``, ``moe.balance``, ``parallel.zero`` and ``train`` entries are used. ``train.seed`` seeds
-            torch's random state, on every rank alike: the noise of routers follows from it.
+        recipe: its ``optim``, ``moe.balance``, ``parallel.zero``, ``sync`` and ``train`` entries are used.
+            ``train.seed`` seeds torch's random state, on every rank alike: the noise of routers follows from it.
         world: what the model was built with (`join_world`); None: a process on its own, which is joined here.
 
     Raises:
@@ -59,7 +59,7 @@ def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> 
     world = world or join_world(recipe)
     check_built_for(model, world)
     torch.manual_seed(recipe.train.seed)
-    bridge = DeepSpeedBridge(model, recipe.optim, deepspeed_config(recipe, world.size), world)
+    bridge = DeepSpeedBridge(model, recipe.optim, deepspeed_config(recipe, world.size), world, recipe.sync.delay)
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.check_finite = False

@@ -15,7 +15,9 @@ from torch.nn import functional
 
 from moe_async.data import IGNORED_LABEL
 from moe_async.engine.balance import BalanceLosses, count_step, step_totals
-from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, StepOutcome
+from moe_async.engine.deepspeed_bridge import DeepSpeedBridge
+from moe_async.engine.gradients import StepOutcome
+from moe_async.engine.report import StepReport
 from moe_async.engine.schedule import learning_rate
 from moe_async.errors import EngineError
 from moe_async.moe import MoELayer
@@ -67,44 +69,6 @@ class MicroBatch:
     def label_tokens(self) -> int:
         """Positions at which something is to be predicted."""
         return int((self.targets() != IGNORED_LABEL).sum())
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one optimizer step did, summed over all micro-batches and ranks; the same on every rank.
-
-    Attributes:
-        step: optimizer steps done, this one included.
-        lm_loss: mean negative log-likelihood over the step's label tokens, in nats; no balance term is in it.
-        balance: each balance loss by name, over its scope (a token-weighted mean over sequences or micro-batches, or
-            the step; with scope previous that of the step before), summed over layers, without its coefficient.
-        learning_rate: of this step.
-        grad_norm: global gradient norm before clipping.
-        applied: False when the step was skipped because a loss or gradient was not finite.
-        label_tokens, routed_tokens: tokens of the step.
-        counts_LE: int64, assignments to each expert of each MoE layer, before drop.
-        zero_LE: int64, assignments to each zero expert; [L, 0] without any.
-        dropped_LE: int64, assignments to each expert that were dropped because it was full.
-        bad_tokens: of each MoE layer, tokens whose router logits were not finite.
-    """
-
-    step: int
-    lm_loss: float
-    balance: dict[str, float]
-    learning_rate: float
-    grad_norm: float
-    applied: bool
-    label_tokens: int
-    routed_tokens: int
-    counts_LE: Tensor
-    zero_LE: Tensor
-    dropped_LE: Tensor
-    bad_tokens: tuple[int, ...]
-
-    @property
-    def dropped(self) -> int:
-        """Assignments dropped, over all layers and experts."""
-        return int(self.dropped_LE.sum())
 
 
 class Engine:
@@ -176,10 +140,8 @@ class Engine:
             if index == len(micro_batches) - 1:
                 self.world.everyone.all_reduce(losses)
                 if not losses.isfinite().all():
-                    # Gradients can be finite where a loss is not. A weight's gradient that is not finite makes every
-                    # ZeRO stage skip the step; through the loss it would be lost in a micro-batch without labels.
-                    split = self.bridge.split
-                    objective = objective + torch.nan * [*split.replicated, *split.sharded][0].sum()
+                    # Gradients can be finite where a loss is not.
+                    objective = self.bridge.spoil(objective)
             self.bridge.backward(objective)
             outcome = self._finish_micro_batch()
         assert outcome is not None
@@ -270,7 +232,8 @@ class Engine:
             )
         empty = torch.zeros(0, 0, dtype=torch.int64)
         counts_LE = torch.stack([sums.counts_E for sums in layers]).cpu() if layers else empty
-        if outcome.applied:
+        # Counts follow their own step: with a delay its experts are applied now, its dense gradients later.
+        if "expert" not in outcome.left_out and losses.isfinite().all():
             self.balance.previous = layers
             self.update_bias(counts_LE)
         experts = counts_LE.shape[-1] - self.balance.zero_experts
@@ -291,6 +254,7 @@ class Engine:
             zero_LE=counts_LE[:, experts:],
             dropped_LE=torch.stack([sums.dropped_E for sums in layers]).cpu()[:, :experts] if layers else empty,
             bad_tokens=tuple(int(sums.bad_tokens) for sums in layers),
+            left_out=outcome.left_out,
         )
 
     def update_bias(self, counts_LE: Tensor) -> None:
@@ -338,6 +302,20 @@ class Engine:
     def step(self) -> StepOutcome | None:
         """End a micro-batch; after the last one of a step update the weights. None before that. Blocks then."""
         return self._finish_micro_batch()
+
+    def drain(self) -> list[StepOutcome]:
+        """Apply the dense gradients that a delay (``sync.inside``) has in flight; call it once, after the last step.
+
+        Each is an optimizer step of its own, oldest first, without the experts, at the last step's learning rate; none
+        counts as a step of the run. Without a delay nothing happens. Every rank calls it; blocks.
+
+        Raises:
+            EngineError: a step was begun and not finished.
+        """
+        if self._inside_step:
+            raise EngineError("drain was called in the middle of a step; finish the step with step() before.")
+        self.bridge.set_learning_rate(learning_rate(self._optim, min(self.global_step, self.steps) - 1, self.steps))
+        return self.bridge.drain()
 
 
 def next_token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

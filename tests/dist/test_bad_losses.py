@@ -74,7 +74,7 @@ def everything(engine):
         found |= {f"{key} {name}": value for key, value in bridge.optimizer_state(parameter)}
     for layer, sums in enumerate(engine.balance.previous or ()):
         found |= {f"{key} {layer}": value for key, value in sums._asdict().items()}
-    found["updates"] = torch.tensor(bridge.optimizer_steps())
+    found["updates"] = torch.tensor(list(bridge.optimizer_steps().values()))
     return {name: value.detach().clone() for name, value in found.items()}
 
 

@@ -1,11 +1,13 @@
 """Reduction, norm and clipping in one process; the distributed claims are in tests/dist."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from moe_async.comm import World
-from moe_async.engine.gradients import ParameterSplit, clip_gradients, global_norm, reduce_gradients
+from moe_async.engine.gradients import ParameterSplit, clip_gradients, keep_finite, reduce_gradients
 
 
 def split_of(*gradients):
@@ -17,7 +19,7 @@ def split_of(*gradients):
 
 def test_norm_and_clipping_by_hand():
     split = split_of([3.0, 0.0], [0.0, 4.0])
-    assert global_norm(split, World()) == 5.0
+    assert keep_finite(split, World(), 0.0, together=True).grad_norm == 5.0
     clip_gradients(split, 5.0, 0.0)
     clip_gradients(split, 5.0, 6.0)
     assert split.replicated[0].grad.tolist() == [3.0, 0.0]
@@ -32,6 +34,38 @@ def test_a_missing_gradient_becomes_zeros():
     assert [p.grad.tolist() for p in (*split.replicated, *split.sharded)] == [[0.0, 0.0]] * 2
 
 
-def test_a_gradient_that_is_not_finite_shows_in_the_norm():
-    assert not torch.tensor(global_norm(split_of([float("nan"), 1.0], None), World())).isfinite()
-    assert not torch.tensor(global_norm(split_of([1.0, 1.0], [float("inf"), 0.0]), World())).isfinite()
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("gradients", [([NAN, 1.0], None), ([1.0, 1.0], [INF, 0.0])], ids=["dense", "expert"])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm_and_takes_its_step_with_it(gradients):
+    split = split_of(*gradients)
+    outcome = keep_finite(split, World(), 1.0, together=True)
+    assert not math.isfinite(outcome.grad_norm)
+    assert (outcome.applied, outcome.left_out) == (False, ("dense", "expert"))
+    assert [p.grad for p in (*split.replicated, *split.sharded)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("gradients", "norm", "applied", "left_out", "kept"),
+    [
+        (([3.0, 0.0], [0.0, 4.0]), 5.0, True, (), [[1.5, 0.0], [0.0, 2.0]]),
+        (([NAN, 1.0], [0.0, 5.0]), 5.0, True, ("dense",), [None, [0.0, 2.5]]),
+        (([3.0, 4.0], [INF, 0.0]), 5.0, True, ("expert",), [[1.5, 2.0], None]),
+        (([NAN, 1.0], [INF, 0.0]), None, False, ("dense", "expert"), [None, None]),
+        ((None, [NAN, 1.0]), None, False, ("expert",), [None, None]),
+        (([NAN, 1.0], None), None, False, ("dense",), [None, None]),
+        ((None, [0.0, 1.0]), 1.0, True, (), [None, [0.0, 1.0]]),
+        ((None, None), 0.0, True, (), [None, None]),
+    ],
+    ids=["finite", "dense", "expert", "both", "no dense yet", "no experts", "only experts", "nothing"],
+)
+def test_gradients_of_two_steps_are_dropped_apart(gradients, norm, applied, left_out, kept):
+    split = split_of(*gradients)
+    outcome = keep_finite(split, World(), 2.5, together=False)
+    assert (outcome.applied, outcome.left_out) == (applied, left_out)
+    assert (outcome.grad_norm if math.isfinite(outcome.grad_norm) else None) == norm
+    for parameter, expected in zip((*split.replicated, *split.sharded), kept, strict=True):
+        assert (parameter.grad is None) == (expected is None)
+        if expected is not None:
+            assert parameter.grad.tolist() == pytest.approx(expected, rel=1e-6)

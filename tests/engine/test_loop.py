@@ -35,6 +35,9 @@ class StubEngine:
             bad_tokens=(0 if applied else 4,),
         )  # fmt: skip
 
+    def drain(self):
+        return []
+
     def micro_batch_objective(self, output, batch):
         return next_token_loss_sum(output.logits, batch.targets())
 

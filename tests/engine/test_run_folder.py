@@ -26,7 +26,7 @@ def checkpoint(run, step, complete=True):
     path = run / "checkpoints" / checkpoint_name(step)
     path.mkdir(parents=True)
     if complete:
-        write_manifest(path, Manifest("", 1, 1, step, {}, {}))
+        write_manifest(path, Manifest("", 1, 1, {"dense": step, "expert": step}, {}, {}))
     return path
 
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_outside_a_run_is_refused(tmp_path, monkeypatch):
 
 def published(folder, step, keep):
     aside = partial_folder(folder, step)
-    write_manifest(aside, Manifest("", 1, 1, step, {}, {}))
+    write_manifest(aside, Manifest("", 1, 1, {"dense": step, "expert": step}, {}, {}))
     publish(aside, folder / checkpoint_name(step), keep)
     return [path.name for path in find_checkpoints(folder)]
 
@@ -155,7 +155,7 @@ def test_later_checkpoints_of_another_branch_are_renamed(tmp_path):
     checkpoint(tmp_path, 20)
     assert [path.name for path in abandon_after(folder, 10)] == ["abandoned-2-step_00000020"]
     assert [path.name for path in find_checkpoints(folder)] == ["step_00000010"]
-    assert read_manifest(folder / "abandoned-1-step_00000030").optimizer_steps == 30
+    assert read_manifest(folder / "abandoned-1-step_00000030").optimizer_steps == {"dense": 30, "expert": 30}
 
 
 def test_nothing_to_resume_says_so(tmp_path):
