@@ -58,8 +58,8 @@ class Reduction:
 
     def wait(self) -> list[Tensor]:
         """The sums, in the order and shapes of the tensors; every call gives the same ones. Blocks until they came."""
-        with self._meter.running():
-            for work in self._works:
+        for work in self._works:
+            with self._meter.running():
                 work.wait()
         self._works = ()
         return [

@@ -121,6 +121,10 @@ def test_a_group_of_one_rank_communicates_nothing(no_communication):
     assert group.all_reduce(tensor) is tensor and group.all_reduce(tensor, op="max").tolist() == [0.0, 1.0, 2.0]
     group.all_reduce_many([tensor, torch.ones(2, 2)])
     assert tensor.tolist() == [0.0, 1.0, 2.0]
+    reduction = group.start_all_reduce_many([tensor, torch.ones(2, 2)])
+    tensor.mul_(2.0)
+    assert [total.tolist() for total in reduction.wait()] == [[0.0, 1.0, 2.0], [[1.0, 1.0], [1.0, 1.0]]]
+    assert group.start_all_reduce_many([]).wait() == []
     assert group.gather_objects({"a": 1}) == [{"a": 1}] and group.broadcast_object("b") == "b"
     rows = torch.ones(2, 3, requires_grad=True)
     assert group.all_to_all_rows(rows, [2], [2]) is rows and group.all_to_all_equal(tensor) is tensor
@@ -132,7 +136,7 @@ def test_a_group_of_one_rank_communicates_nothing(no_communication):
 def test_a_world_of_one_rank(no_communication):
     world = make_world(Topology(num_experts=6))
     assert world.size == 1 and world.rank == world.local_rank == 0 and world.device.type == "cpu"
-    for group in (world.everyone, world.expert, world.expert_data):
+    for group in (world.everyone, world.expert, world.expert_data, world.background):
         assert group.ranks == (0,) and group.index == 0 and group.handle is None
     assert World() == World(Topology())
 
@@ -176,6 +180,30 @@ def reduced_in_buckets(group, rank, limit):
     dist.all_reduce = plain
     assert [tensor.data_ptr() for tensor in tensors] == pointers
     return {"values": tensors, "sizes": sizes}
+
+
+def reduced_later(world, rank, limit):
+    """Two reductions on their way at once, while the same ranks talk in another group; and what the blocking one gives."""
+    collectives.BUCKET_ELEMENTS = limit
+    sizes, plain = [], dist.all_reduce
+
+    def spy(tensor, *args, **kwargs):
+        sizes.append((tensor.numel(), kwargs["async_op"], kwargs["group"] is world.background.handle))
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = spy
+    first, second = tensors_of(rank), [tensor / 3 for tensor in tensors_of(rank)]
+    handles = [world.background.start_all_reduce_many(tensors) for tensors in (first, second)]
+    for tensor in (*first, *second):
+        tensor.fill_(-7.0)
+    dist.all_reduce = plain
+    blocking = [tensor / 3 for tensor in tensors_of(rank)]
+    world.everyone.all_reduce_many(blocking)
+    later = handles[1].wait()
+    return {
+        "sizes": sizes, "second": later, "first": handles[0].wait(), "blocking": blocking,
+        "again": all(a.data_ptr() == b.data_ptr() for a, b in zip(later, handles[1].wait(), strict=True)),
+    }  # fmt: skip
 
 
 def exchanged(group, rank, send, dtype):
@@ -226,11 +254,12 @@ def everything(rank):
     world = make_world(Topology(2, 2, 4), Launch(rank, 2, rank, 2))
     group = world.expert
     result = {
-        "ranks": (world.everyone.ranks, world.expert.ranks, world.expert_data.ranks),
+        "ranks": (world.everyone.ranks, world.expert.ranks, world.expert_data.ranks, world.background.ranks),
         "indices": (world.everyone.index, world.expert.index, world.expert_data.index),
         "places": (world.rank, world.local_rank, world.size, world.everyone.meter is world.expert_data.meter),
         "ops": [group.all_reduce(torch.tensor([rank + 1.0, -rank]), op).tolist() for op in ("sum", "min", "max")],
         "buckets": {limit: reduced_in_buckets(group, rank, limit) for limit in (1, 5, 100)},
+        "later": {limit: reduced_later(world, rank, limit) for limit in (5, 100)},
         "equal": group.all_to_all_equal(torch.tensor([[rank, 0], [rank, 1]])).tolist(),
         "strided": group.all_to_all_equal(torch.tensor([[rank, rank], [0, 1]]).T).tolist(),
         "uneven": exchanged(group, rank, SEND, torch.float32),
@@ -261,7 +290,7 @@ def results():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_groups_of_two_ranks(results, rank):
     result = results[rank]
-    assert result["ranks"] == ((0, 1), (0, 1), (rank,)) and result["indices"] == (rank, rank, 0)
+    assert result["ranks"] == ((0, 1), (0, 1), (rank,), (0, 1)) and result["indices"] == (rank, rank, 0)
     assert result["places"] == (rank, rank, 2, True) and result["waited"]
 
 
@@ -279,6 +308,17 @@ def test_many_tensors_are_summed_through_buckets(results, rank, limit, sizes):
     assert actual["sizes"] == sizes
     for value, first, second in zip(actual["values"], tensors_of(0), tensors_of(1), strict=True):
         assert torch.equal(value, first + second)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("limit", "sizes"), [(5, [4, 3, 7, 0, 6, 3]), (100, [23])], ids=str)
+def test_reductions_on_their_way_have_the_bits_of_blocking_ones(results, rank, limit, sizes):
+    actual = results[rank]["later"][limit]
+    assert actual["sizes"] == [(size, True, True) for size in sizes] * 2 and actual["again"]
+    for value, first, second in zip(actual["first"], tensors_of(0), tensors_of(1), strict=True):
+        assert torch.equal(value, first + second)
+    for value, blocking in zip(actual["second"], actual["blocking"], strict=True):
+        assert value.shape == blocking.shape and torch.equal(value, blocking)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
