@@ -2,6 +2,7 @@
 
 from moe_async.recipe.architecture import ModelSection
 from moe_async.recipe.balance import BalanceTerm
+from moe_async.recipe.between import BetweenSection
 from moe_async.recipe.compare import state_differences
 from moe_async.recipe.deepspeed_config import deepspeed_config
 from moe_async.recipe.loader import dump_recipe, load_recipe, parse_recipe
@@ -21,6 +22,7 @@ from moe_async.recipe.training import (
 
 __all__ = [
     "BalanceTerm",
+    "BetweenSection",
     "CapacitySection",
     "ClassSection",
     "DataSection",

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Discriminator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 STATEMENT = "statement"
-UNION_KIND = "union_kind"
-"""The type of error of a union whose forms have a key ``kind``; its context lists the ``kinds``."""
+_UNION = "union"
+"""How the type of error of a union begins whose forms are told apart by a key, see `union_discriminator`."""
 _TAG_MARK = "\0"  # no key that a person writes begins with it
 
 _RULES: dict[str, str] = {
@@ -51,6 +51,22 @@ def refuse_all(problems: Sequence[str], value: object) -> None:
     if problems:
         details = [InitErrorDetails(type=statement(text), input=value) for text in problems]
         raise ValidationError.from_exception_data("recipe", details)
+
+
+def union_discriminator(tag_of: Callable[[Any], str | None], key: str, names: Sequence[str]) -> Discriminator:
+    """Tells the forms of a union apart by one of their keys.
+
+    Args:
+        tag_of: gives the `union_tag` of a value, None where it has none.
+        key: the key.
+        names: what it may say.
+    """
+    return Discriminator(
+        tag_of,
+        # Pydantic wants discriminators to be hashable, so what the message needs is in the type and not in a context.
+        custom_error_type=f"{_UNION}/{key}/{'/'.join(names)}",
+        custom_error_message=f"it must be a mapping whose {key} is one of {alternatives(names)}",
+    )
 
 
 def union_tag(name: str) -> str:
@@ -107,8 +123,9 @@ def _describe(details: ErrorDetails, model: type[BaseModel], raw: object) -> str
         return details["msg"]
     if kind == "extra_forbidden":
         return _describe_unknown_key(path, str(loc[-1]), owner)
-    if kind == UNION_KIND and isinstance(given, Mapping):
-        return _describe_unknown_kind(path, given.get("kind"), context["kinds"].split(", "))
+    if kind.startswith(f"{_UNION}/") and isinstance(given, Mapping):
+        key, *names = kind.split("/")[1:]
+        return _describe_unknown_kind(path, key, given, names)
     if kind == "missing":
         return _describe_missing(path, field)
     if kind == "value_error":
@@ -131,10 +148,11 @@ def _describe_unknown_key(path: str, key: str, owner: type[BaseModel]) -> str:
     return f"{path} is not a known key. {repair}"
 
 
-def _describe_unknown_kind(path: str, kind: object, kinds: Sequence[str]) -> str:
+def _describe_unknown_kind(path: str, key: str, given: Mapping[str, Any], kinds: Sequence[str]) -> str:
+    kind = given.get(key)
     near = difflib.get_close_matches(str(kind), kinds, n=1, cutoff=0.5)
     repair = f" Did you mean {near[0]}?" if near else ""
-    return f"{path}.kind is {shown(kind)}; it must be one of {alternatives(kinds)}.{repair}"
+    return f"{path}.{key} is {shown(kind)}; it must be one of {alternatives(kinds)}.{repair}"
 
 
 def _repair(kind: str, context: Mapping[str, Any], value: object, field: FieldInfo | None) -> str:
@@ -218,12 +236,13 @@ def _owner_and_field(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[
 
 
 def _model_of(annotation: object, tag: str, otherwise: type[BaseModel]) -> type[BaseModel]:
-    """Gives the model inside an annotation: of several, the one whose ``kind`` the tag names."""
+    """Gives the model inside an annotation: of several, the one whose ``kind`` or ``policy`` the tag names."""
     models = list(_models_in(annotation))
     named = [
         model
         for model in models
-        if "kind" in model.model_fields and union_tag(model.model_fields["kind"].default) == tag
+        for key in ("kind", "policy")
+        if key in model.model_fields and union_tag(str(model.model_fields[key].default)) == tag
     ]
     return next(iter([*named, *models]), otherwise)
 

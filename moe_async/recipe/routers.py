@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import Field, Tag, ValidationInfo, field_validator
 
-from moe_async.recipe.messages import UNION_KIND, alternatives, nearest_divisors, union_tag
+from moe_async.recipe.messages import alternatives, nearest_divisors, union_discriminator, union_tag
 from moe_async.recipe.section import Section
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
@@ -231,12 +231,7 @@ RouterSection = Annotated[
     | Annotated[ExpertChoiceRouter, Tag(union_tag("expert_choice"))]
     | Annotated[SigmoidBiasRouter, Tag(union_tag("sigmoid_bias"))]
     | Annotated[HashRouter, Tag(union_tag("hash"))],
-    Discriminator(
-        _kind,
-        custom_error_type=UNION_KIND,
-        custom_error_message=f"it must be a mapping whose kind is one of {alternatives(ROUTERS)}",
-        custom_error_context={"kinds": ", ".join(ROUTERS)},
-    ),
+    union_discriminator(_kind, "kind", ROUTERS),
 ]
 
 

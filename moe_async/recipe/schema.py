@@ -13,6 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from moe_async.errors import RecipeError
 from moe_async.recipe.architecture import ModelSection
+from moe_async.recipe.between import between_problems, between_warnings
 from moe_async.recipe.deepspeed_config import refused_options
 from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, refuse_all, statement
 from moe_async.recipe.moe import MoeSection
@@ -91,13 +92,23 @@ class Recipe(Section):
 
     @field_validator("sync")
     @classmethod
-    def _delay_needs_whole_gradients(cls, value: SyncSection, info: ValidationInfo) -> SyncSection:
-        if value.delay is not None and "parallel" in info.data and info.data["parallel"].zero:
-            raise statement(
-                f"sync.inside is {{delay: {value.delay}}} but parallel.zero is {info.data['parallel'].zero}; ZeRO 1 and"
+    def _fits_model_and_ranks(cls, value: SyncSection, info: ValidationInfo) -> SyncSection:
+        problems = []
+        zero = info.data["parallel"].zero if "parallel" in info.data else 0
+        if value.delay is not None and zero:
+            problems.append(
+                f"sync.inside is {{delay: {value.delay}}} but parallel.zero is {zero}; ZeRO 1 and"
                 " 2 leave a rank with pieces of reduced gradients, and delayed ones are kept whole. Use zero: 0, or"
                 " inside: blocking."
             )
+        if value.between is not None and "moe" in info.data:
+            problems += between_problems(value.between, value.learners, info.data["moe"] is not None, zero)
+        elif value.learners > 1 and value.between is None:
+            problems.append(
+                f"sync.learners is {value.learners} but sync.between is null, so they would share nothing. Add a policy"
+                " for each class of parameters to sync.between, or use learners: 1."
+            )
+        refuse_all(problems, value)
         return value
 
     @field_validator("optim")
@@ -150,6 +161,8 @@ class Recipe(Section):
                     f"moe.balance.{index}.coefficient is {term.coefficient:g} for {term.loss}; usual are {low:g} to"
                     f" {high:g}. Such a value {effect}."
                 )
+        if self.sync.between is not None:
+            sentences += between_warnings(self.sync.between)
         limit = self.moe.capacity if self.moe else None
         if self.moe and limit and limit.eval_factor and (limit.policy != "position" or self.moe.top_k > 1):
             sentences.append(

@@ -1,4 +1,4 @@
-"""The section `sync`: when the dense gradients of ranks meet.
+"""The section `sync`: when the dense gradients of ranks meet, and how several learners share what they learn.
 
 Each key states its meaning, unit and default. The rule that compares it with `parallel` lives in `schema`.
 """
@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from moe_async.recipe.between import BetweenSection
 from moe_async.recipe.messages import union_tag
 from moe_async.recipe.section import Section
 
@@ -41,13 +42,29 @@ Inside = Annotated[
 
 
 class SyncSection(Section):
-    """How the ranks' dense gradients meet."""
+    """How ranks inside a learner, and learners, keep together."""
+
+    learners: int = Field(
+        default=1,
+        ge=1,
+        description="Launches that train this model together, each of them a whole set of ranks. Default: 1.",
+    )
 
     inside: Inside = Field(
         default="blocking",
         description="Inside a learner: blocking averages the gradients of a step before that step. {delay: 1} averages"
         " those of dense layers and routers while the next step computes, and applies them one step late (2: two"
         " steps, and so on); needs parallel.zero 0. Default: blocking.",
+    )
+
+    between: BetweenSection | None = Field(
+        default=None, description="Between learners: a policy for each class of parameters. Default: null, one learner."
+    )
+    timeout: float = Field(
+        default=60.0,
+        gt=0,
+        description="Between learners: seconds without a sign of life after which a partner counts as gone. Default:"
+        " 60.",
     )
 
     @property
