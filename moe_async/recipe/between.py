@@ -32,7 +32,8 @@ class BetweenSection(Section):
         default=None, description="Policy of routed experts. Required where there are some."
     )
     router: AnyPolicy | None = Field(
-        default=None, description="Policy of routers and their biases. Required where there are some."
+        default=None,
+        description="Policy of routers and their biases; must be given where there are some. Default: null.",
     )
 
     @model_validator(mode="after")
