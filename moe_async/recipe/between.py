@@ -29,7 +29,7 @@ class BetweenSection(Section):
 
     dense: AnyPolicy = Field(description="Policy of attention, embeddings, norms and dense networks. Required.")
     expert: AnyPolicy | None = Field(
-        default=None, description="Policy of routed experts. Required where there are some."
+        default=None, description="Policy of routed experts; must be given where there are some. Default: null."
     )
     router: AnyPolicy | None = Field(
         default=None,
