@@ -24,11 +24,13 @@ class Key:
         name: of the parameter or buffer, with ``.<expert id>`` behind an expert's.
         elements: in it.
         expert: the expert it belongs to, such as ``layers.0.moe.experts.5``; empty for dense layers and routers.
+        expert_id: the global id of that expert in its layer; -1 without one.
     """
 
     name: str
     elements: int
     expert: str = ""
+    expert_id: int = -1
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Unit:
 
     expert: str
     keys: tuple[Key, ...]
+
+    @property
+    def expert_id(self) -> int:
+        """The global id of the expert in its layer; -1 for dense layers and routers."""
+        return self.keys[0].expert_id
 
     @property
     def elements(self) -> int:

@@ -61,9 +61,9 @@ class Merger:
         self._payloads: dict[UpdateId, Tensor] = {}
         self._snapshots: dict[int, tuple[int, Tensor]] = {}
 
-    def join(self, learner: int, incarnation: int, now: float) -> list[Outgoing]:
-        """A learner has come, or come back."""
-        return self._carry_out(self.syncer.join(learner, incarnation, now), now)
+    def join(self, learner: int, incarnation: int, now: float, clock: int | None = None) -> list[Outgoing]:
+        """A learner has come; with ``clock`` one that was away and kept its state and its steps."""
+        return self._carry_out(self.syncer.join(learner, incarnation, now, clock), now)
 
     def leave(self, learner: int, now: float) -> list[Outgoing]:
         """A learner is gone."""

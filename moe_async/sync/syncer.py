@@ -60,12 +60,19 @@ class Syncer:
         members = self.policies[0].members.values()
         return bool(members) and all(member.final for member in members)
 
-    def join(self, learner: int, incarnation: int, now: float) -> list[Decision]:
-        """A learner has come, or come back; an earlier incarnation of it is gone."""
+    def join(self, learner: int, incarnation: int, now: float, clock: int | None = None) -> list[Decision]:
+        """A learner has come, or come back; an earlier incarnation of it is gone.
+
+        Args:
+            learner, incarnation: who.
+            now: the time.
+            clock: its steps, when only its connection had been lost; None: it begins where the others are.
+        """
         decisions = self.leave(learner, now)
-        bound = [policy for policy in self.policies if policy.settings.clock_bound is not None]
-        clocks = [policy.joining_clock() for policy in bound or self.policies]
-        clock = min(clocks) if bound else max(clocks)
+        if clock is None:
+            bound = [policy for policy in self.policies if policy.settings.clock_bound is not None]
+            clocks = [policy.joining_clock() for policy in bound or self.policies]
+            clock = min(clocks) if bound else max(clocks)
         self.incarnations[learner] = incarnation
         decisions.append(Welcome(learner, incarnation, clock))
         for policy in self.policies:

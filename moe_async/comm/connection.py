@@ -1,0 +1,106 @@
+"""A session with threads of its own: messages go out in order without blocking, and come in as they arrive.
+
+Both sides send a sign of life when they have nothing to say, so that silence means that something is wrong.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from moe_async.comm.session import Header, Session
+from moe_async.errors import CommunicationError
+
+OnMessage = Callable[[Header, Tensor], None]
+OnLost = Callable[[str], None]
+
+_BEAT: Header = {"kind": "beat"}
+_BEATS_PER_TIMEOUT = 4
+
+
+class Connection:
+    """Sends and receives in the background until the partner is gone.
+
+    Args:
+        session: an open session; the connection is its only user from now on.
+        timeout: of the session, in seconds; a sign of life goes out four times in it.
+        on_message: called from the receiving thread for each message, in order.
+        on_lost: called once from one of the threads, with the reason, when the session has ended.
+    """
+
+    def __init__(self, session: Session, timeout: float, on_message: OnMessage, on_lost: OnLost) -> None:
+        self._session = session
+        self._beat = timeout / _BEATS_PER_TIMEOUT
+        self._on_message, self._on_lost = on_message, on_lost
+        self._outbox: queue.Queue[tuple[Mapping[str, Any], Tensor | None] | None] = queue.Queue()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._send_all, "session-send"), (self._receive_all, "session-receive"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the session has ended."""
+        return self._ended.is_set()
+
+    @property
+    def bytes_sent(self) -> int:
+        """So far."""
+        return self._session.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """So far."""
+        return self._session.bytes_received
+
+    def send(self, header: Mapping[str, Any], payload: Tensor | None = None) -> None:
+        """Put a message into the queue of those to be sent. Does not block. The payload must not change any more."""
+        self._outbox.put((header, payload))
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything is sent, or the session has ended, or the time is up. Whether everything is sent."""
+        self._outbox.put(None)
+        self._threads[0].join(seconds)
+        return not self._threads[0].is_alive() and not self.lost
+
+    def close(self) -> None:
+        """End the session; the partner notices."""
+        self._end("closed")
+
+    def _send_all(self) -> None:
+        try:
+            while not self._ended.is_set():
+                try:
+                    message = self._outbox.get(timeout=self._beat)
+                except queue.Empty:
+                    message = (_BEAT, None)
+                if message is None:
+                    return
+                self._session.send(*message)
+        except CommunicationError as error:
+            self._end(str(error))
+
+    def _receive_all(self) -> None:
+        try:
+            while not self._ended.is_set():
+                header, payload = self._session.receive()
+                if header != _BEAT:
+                    self._on_message(header, payload)
+        except CommunicationError as error:
+            self._end(str(error))
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+        self._session.abort()
+        self._on_lost(reason)

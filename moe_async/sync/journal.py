@@ -1,0 +1,159 @@
+"""The syncer's journal: everything that it was told, written down before it acts, so that a killed one comes back as it
+was.
+
+The policies and the merger follow from their inputs alone, so a snapshot and the inputs since then give the same state,
+to the bit. An entry has left the process when `Journal.add` returns; a machine that loses its power may lose the last
+ones, which learners send again because they were not acknowledged.
+
+A folder holds ``snapshot-<n>/`` (``state.json``, ``tensors.safetensors``) and ``journal-<n>/`` (``inputs.jsonl`` and
+one ``<i>.safetensors`` for each payload), the inputs since snapshot n. Snapshot 0 is the beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_async.errors import SyncError
+from moe_async.sync.merger import Merger, Outgoing
+from moe_async.sync.messages import UpdateHeader
+from moe_async.sync.syncer_policy import read_header
+
+Entry = dict[str, Any]
+
+_STATE, _TENSORS, _INPUTS = "state.json", "tensors.safetensors", "inputs.jsonl"
+
+
+def apply_input(merger: Merger, entry: Entry, payload_X: Tensor | None) -> list[Outgoing]:
+    """Tell the merger what an entry says."""
+    now, kind = entry["now"], entry["kind"]
+    if kind == "arrive":
+        assert payload_X is not None
+        return merger.arrive(read_header(entry["header"]), payload_X, now)
+    if kind == "join":
+        return merger.join(entry["learner"], entry["incarnation"], now, entry["clock"])
+    if kind == "leave":
+        return merger.leave(entry["learner"], now)
+    if kind == "finish":
+        return merger.finish(entry["learner"], now)
+    if kind == "tick":
+        return merger.tick(now)
+    raise SyncError(f"the journal has an entry of kind {kind!r}, which this version does not know.")
+
+
+class Journal:
+    """Writes and reads one syncer's folder.
+
+    Args:
+        folder: made when it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.number = max((int(path.name.split("-")[1]) for path in folder.glob("snapshot-*")), default=0)
+        self._count = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._current.mkdir(exist_ok=True)
+        path = self._current / _INPUTS
+        if path.exists():
+            # What a crash cut short was never acted on.
+            whole = path.read_bytes()
+            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        self._inputs = path.open("a")
+
+    @property
+    def _current(self) -> Path:
+        return self.folder / f"journal-{self.number}"
+
+    def add(self, entry: Entry, payload_X: Tensor | None = None) -> None:
+        """Write an input down, its payload first: an entry whose payload is missing is never read."""
+        if payload_X is not None:
+            save_file({"payload": payload_X}, self._current / f"{self._count}.safetensors")
+            entry = {**entry, "payload": self._count}
+        self._inputs.write(json.dumps(entry) + "\n")
+        self._inputs.flush()
+        self._count += 1
+
+    def arrival(self, header: UpdateHeader, now: float) -> Entry:
+        """The entry of an update."""
+        return {"kind": "arrive", "now": now, "header": asdict(header)}
+
+    def entries(self) -> Iterator[tuple[Entry, Tensor | None]]:
+        """Inputs since the newest snapshot, in order."""
+        path = self._current / _INPUTS
+        lines = path.read_text().splitlines() if path.exists() else []
+        for number, line in enumerate(lines):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                raise SyncError(f"line {number + 1} of {path} is damaged; restore the folder from a copy.") from None
+            yield entry, self._payload(entry)
+
+    def _payload(self, entry: Entry) -> Tensor | None:
+        if "payload" not in entry:
+            return None
+        path = self._current / f"{entry['payload']}.safetensors"
+        try:
+            return load_file(path)["payload"]
+        except (OSError, SafetensorError) as error:
+            raise SyncError(f"{path} is damaged ({error}); restore the folder from a copy.") from error
+
+    def snapshot(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Write the whole state; the inputs before it are not needed any more and are deleted."""
+        number = self.number + 1
+        aside = self.folder / f".snapshot-{number}.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        # One tensor may stand under several names, and safetensors wants each to own its memory.
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, aside / _TENSORS)
+        (aside / _STATE).write_text(json.dumps(state))
+        aside.rename(self.folder / f"snapshot-{number}")
+        self._inputs.close()
+        old, self.number, self._count = self.number, number, 0
+        self._open()
+        for name in (f"snapshot-{old}", f"journal-{old}"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def restore(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """State and tensors of the newest snapshot; None where there is none."""
+        path = self.folder / f"snapshot-{self.number}"
+        if not path.is_dir():
+            return None
+        try:
+            return json.loads((path / _STATE).read_text()), load_file(path / _TENSORS)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise SyncError(f"{path} is damaged ({error}); restore the folder from a copy.") from error
+
+    def recover(self, merger: Merger) -> dict[str, Any]:
+        """Bring a new merger to where the journal ends, and go on writing there.
+
+        Returns:
+            What `snapshot` was given as state, or an empty mapping.
+        """
+        found = self.restore()
+        state: dict[str, Any] = {}
+        if found is not None:
+            state, tensors = found
+            merger.load_state_dict(state["merger"])
+            merger.load_tensors(tensors)
+        last = 0.0
+        for entry, payload_X in self.entries():
+            apply_input(merger, entry, payload_X)
+            self._count += 1
+            last = entry["now"]
+        return {**state, "now": max(last, state.get("now", 0.0))}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._inputs.close()

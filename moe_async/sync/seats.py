@@ -1,0 +1,86 @@
+"""Who takes part in a run, as the syncer sees it: learners, the connections of their ranks, and parts of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_async.comm.connection import Connection
+from moe_async.sync.fragments import Fragment
+from moe_async.sync.messages import UpdateHeader, UpdateId
+from moe_async.sync.shares import lengths, pick, share
+from moe_async.topology import Topology
+
+
+@dataclass
+class Seat:
+    """One life of a learner at the syncer.
+
+    Attributes:
+        learner, incarnation: who.
+        topology: of its ranks.
+        clock: its steps when it comes back after its connection was lost; None: it begins.
+        connections: of its ranks, by rank; it takes part once all are there.
+        bytes_before: sent and received on connections that are lost.
+    """
+
+    learner: int
+    incarnation: int
+    topology: Topology
+    clock: int | None = None
+    connections: dict[int, Connection] = field(default_factory=dict)
+    parts: dict[UpdateId, dict[int, Tensor]] = field(default_factory=dict)
+    final: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks are connected."""
+        return len(self.connections) == self.topology.world_size
+
+    def send(self, header: Mapping[str, Any]) -> None:
+        """Send a message to every rank."""
+        for connection in self.connections.values():
+            connection.send(header)
+
+    def send_value(self, header: Mapping[str, Any], fragment: Fragment, value_X: Tensor) -> None:
+        """Send every rank its part of a shared value."""
+        for rank, connection in self.connections.items():
+            connection.send(header, pick(value_X, share(fragment, self.topology, rank)))
+
+    def gather(self, header: UpdateHeader, rank: int, part: Tensor, fragment: Fragment) -> Tensor | None:
+        """Put a rank's part of an update to those of the others; the whole [X] once all are there.
+
+        Raises:
+            ValueError: the part has another size than this rank's share of the units that saw tokens.
+        """
+        slices = live_share(fragment, self.topology, rank, header.tokens)
+        if part.numel() != sum(lengths(slices)):
+            raise ValueError(
+                f"rank {rank} of learner {self.learner} sent {part.numel()} elements of fragment {fragment.number}, "
+                f"but its share has {sum(lengths(slices))}"
+            )
+        parts = self.parts.setdefault(header.id, {})
+        parts[rank] = part
+        if len(parts) < self.topology.world_size:
+            return None
+        whole_X = torch.zeros(fragment.elements, dtype=part.dtype)
+        for owner, values in self.parts.pop(header.id).items():
+            slices = live_share(fragment, self.topology, owner, header.tokens)
+            for target, value in zip(slices, values.split(lengths(slices)), strict=True):
+                whole_X[target] = value
+        return whole_X
+
+    def close(self) -> None:
+        """End all connections."""
+        for connection in self.connections.values():
+            connection.close()
+
+
+def live_share(fragment: Fragment, topology: Topology, rank: int, tokens: Sequence[int]) -> list[slice]:
+    """A rank's share of the units that saw tokens: what it sends of an update."""
+    slices = share(fragment, topology, rank)
+    return [part for part, count in zip(slices, tokens, strict=True) if count]
