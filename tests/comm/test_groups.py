@@ -183,7 +183,7 @@ def reduced_in_buckets(group, rank, limit):
 
 
 def reduced_later(world, rank, limit):
-    """Two reductions on their way at once, while the same ranks talk in another group; and what the blocking one gives."""
+    """Two reductions on their way at once while the ranks talk in another group, and what the blocking one gives."""
     collectives.BUCKET_ELEMENTS = limit
     sizes, plain = [], dist.all_reduce
 
