@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 TOOLS = {
+    "bench_delay": "what a delay of the dense reduction buys on a slow link",
     "evaluate": "held-out loss of a checkpoint in bits per byte",
     "local_ranks": "ranks to start on this machine for a recipe",
     "selective_precision": "the selective-precision experiment, as one table",

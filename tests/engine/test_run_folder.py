@@ -158,6 +158,15 @@ def test_later_checkpoints_of_another_branch_are_renamed(tmp_path):
     assert read_manifest(folder / "abandoned-1-step_00000030").optimizer_steps == {"dense": 30, "expert": 30}
 
 
+def test_a_checkpoint_of_the_format_before_is_read(tmp_path):
+    checkpoint(tmp_path, 30)
+    manifest = tmp_path / "checkpoints" / "step_00000030" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    assert document["format_version"] == 3
+    manifest.write_text(json.dumps(document | {"format_version": 2, "optimizer_steps": 30}))
+    assert read_manifest(manifest.parent).optimizer_steps == {"dense": 30, "expert": 30}
+
+
 def test_nothing_to_resume_says_so(tmp_path):
     (tmp_path / "quick").mkdir()
     with pytest.raises(CheckpointError, match=r"no run called quick with a checkpoint in .*; start without --resume"):
