@@ -257,6 +257,7 @@ def everything(rank):
         "ranks": (world.everyone.ranks, world.expert.ranks, world.expert_data.ranks, world.background.ranks),
         "indices": (world.everyone.index, world.expert.index, world.expert_data.index),
         "places": (world.rank, world.local_rank, world.size, world.everyone.meter is world.expert_data.meter),
+        "apart": len({id(part.handle) for part in (world.everyone, world.expert, world.background)}),
         "ops": [group.all_reduce(torch.tensor([rank + 1.0, -rank]), op).tolist() for op in ("sum", "min", "max")],
         "buckets": {limit: reduced_in_buckets(group, rank, limit) for limit in (1, 5, 100)},
         "later": {limit: reduced_later(world, rank, limit) for limit in (5, 100)},
@@ -292,6 +293,7 @@ def test_groups_of_two_ranks(results, rank):
     result = results[rank]
     assert result["ranks"] == ((0, 1), (0, 1), (rank,), (0, 1)) and result["indices"] == (rank, rank, 0)
     assert result["places"] == (rank, rank, 2, True) and result["waited"]
+    assert result["apart"] == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -103,6 +103,8 @@ def train(rank, world_size, recipe, spoilt=False):
     drained = engine.drain()
     weights.append(copies(engine))
     assert engine.drain() == [] and engine.global_step == STEPS
+    # What was applied is not added to what comes next.
+    assert all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
     return {
         "norms": [step.grad_norm for step in (*reports, *drained)], "weights": weights, "reports": reports,
         "left out": [step.left_out for step in (*reports, *drained)], "drained": len(drained),

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_async.comm import World
-from moe_async.engine.gradients import ParameterSplit, clip_gradients, keep_finite, reduce_gradients
+from moe_async.comm import Group, World
+from moe_async.engine.delay import DelayedGradients
+from moe_async.engine.gradients import ParameterSplit, clip_gradients, keep_finite, prepare_step, reduce_gradients
 
 
 def split_of(*gradients):
@@ -44,6 +45,22 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_and_takes_its_step_with
     assert not math.isfinite(outcome.grad_norm)
     assert (outcome.applied, outcome.left_out) == (False, ("dense", "expert"))
     assert [p.grad for p in (*split.replicated, *split.sharded)] == [None, None]
+
+
+@pytest.mark.parametrize("delay", [None, 0, 1])
+def test_parts_of_one_step_are_dropped_together(delay):
+    split = split_of([NAN, 1.0], [0.0, 4.0])
+    parameters = {"dense": split.replicated[0]}
+    queue = None if delay is None else DelayedGradients(parameters, delay, 1, Group().start_all_reduce_many)
+    first = prepare_step(split, World(), 0.0, queue)
+    if delay == 1:
+        # The dense ones are not due yet, and then alone.
+        assert (first.applied, first.left_out, split.sharded[0].grad.tolist()) == (True, (), [0.0, 4.0])
+        first = prepare_step(split, World(), 0.0, queue)
+        assert (first.applied, first.left_out) == (True, ("dense",))
+        return
+    assert (first.applied, first.left_out) == (False, ("dense", "expert"))
+    assert split.gradients() == []
 
 
 @pytest.mark.parametrize(
