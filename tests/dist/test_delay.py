@@ -131,6 +131,7 @@ def both_ways(rank, world_size):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_delay_of_0_is_the_blocking_reduction_bit_for_bit(world_size):
     for by_case in run_ranks(world_size, both_ways, world_size, timeout=240):
@@ -235,6 +236,7 @@ def all_cases(rank, world_size):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_delays_equal_a_queue(world_size):
     by_rank = run_ranks(world_size, all_cases, world_size, timeout=240)

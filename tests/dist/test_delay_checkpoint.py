@@ -113,6 +113,7 @@ def runs(rank, texts, folder):
     return ends, (waits.steps, waits.evaluations), different, waits_again.steps
 
 
+@pytest.mark.slow
 def test_a_run_drains_at_its_end_and_saves_what_is_in_flight_before(tmp_path):
     texts = write_texts(tmp_path / "texts")
     for ends, (steps, evaluations), different, again in run_ranks(2, runs, texts, str(tmp_path)):
@@ -150,6 +151,7 @@ def losses_from(rank, texts, folder, world_size, expert, delay, steps):
     return [line["lm_loss"] for line in Losses(trainer).run(STEPS - STOP)]
 
 
+@pytest.mark.slow
 def test_gradients_in_flight_go_on_at_another_number_of_ranks_and_never_get_lost(tmp_path):
     texts, folder = write_texts(tmp_path / "texts"), tmp_path / "run"
     wanted = run_ranks(2, losses_from, texts, str(folder), 2, 2, DELAY, STEPS)[0]
