@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from moe_async.comm import World, leave_process_group, read_launch
-from moe_async.data import Corpus, Tokenizer, TrigramModel, load_corpus, make_tokenizer
+from moe_async.data import Corpus, TrigramModel, load_corpus, make_tokenizer
 from moe_async.engine.checkpoint_folder import abandon_after
 from moe_async.engine.generate import generate
 from moe_async.engine.hooks import (
@@ -36,9 +36,11 @@ from moe_async.engine.hooks import (
     StepRecord,
     TensorBoardHook,
 )
+from moe_async.engine.join import join_run, make_exchange
 from moe_async.engine.loop import Trainer
-from moe_async.engine.run_folder import RunFolder, finite, forget_after, new_run, resumed_run
-from moe_async.engine.start import initialize, join_world
+from moe_async.engine.run_folder import RunFolder, finite, forget_after, learner_run, new_run, resumed_run
+from moe_async.engine.seat import Seat, address
+from moe_async.engine.start import check_same_text, check_vocabulary, initialize, join_world
 from moe_async.engine.stop import StopFlag, launcher_processes
 from moe_async.engine.summary import build_summary, format_summary
 from moe_async.errors import DataError, MoeAsyncError, RecipeError
@@ -60,6 +62,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )  # fmt: skip
     parser.add_argument(
         "--resume", metavar="WHAT", help="'latest', the folder of a run, or a checkpoint: go on from there"
+    )
+    parser.add_argument(
+        "--join", type=address, metavar="HOST:PORT", help="be one of several learners: the address of their syncer"
+    )
+    parser.add_argument(
+        "--learner", type=int, default=-1, metavar="N", help="with --join: the place to take; default: a free one"
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help="given by the launcher; not used")
     return parser.parse_args(arguments)
@@ -96,6 +104,7 @@ class Session:
         )
         for warning in self.recipe.warnings():
             self.say(f"warning: {warning}")
+        self.link, self.seat = join_run(self.recipe, self.world, arguments.join, arguments.learner)
         self.corpus: Corpus = load_corpus(self.recipe.data, self.tokenizer)
         check_same_text(self.corpus, self.world)
         self.say(
@@ -103,10 +112,13 @@ class Session:
             f"domains {', '.join(self.corpus.domains)}"
         )
         # Not earlier: a run that cannot start leaves no folder.
-        self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world)
+        self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world, self.seat)
         self.say(f"run folder: {self.folder.path}")
         engine = initialize(build_model(self.recipe, self.world), self.recipe, self.world)
-        self.trainer = Trainer(engine, self.recipe, self.world, self.corpus, self.folder, self.stop)
+        exchange = None
+        if self.link is not None and self.seat is not None:
+            exchange = make_exchange(engine, self.recipe, self.link, self.seat, self.stop, self.folder)
+        self.trainer = Trainer(engine, self.recipe, self.world, self.corpus, self.folder, self.stop, exchange)
         self.first_step = FirstStepHook(self.began)
 
     def say(self, text: str) -> None:
@@ -126,18 +138,34 @@ class Session:
         if self.world.rank == 0:
             self._prepare_folder()
         trainer.hooks = self._hooks()
-        if trainer.first_evaluation is None:
+        if trainer.first_evaluation is None and self.reports:
             trainer.evaluate()
         if trainer.run():
+            if not self.reports:
+                self._leave({})
+                return
             if not trainer.evaluated:
                 # Nothing was trained, because the run had been stopped at this very step.
                 trainer.evaluate()
-            self._report()
+            self._leave(self._report())
         else:
             self.say(
                 f"stopped by {self.stop.reason or 'another rank'} at step {trainer.engine.global_step}; checkpoint "
                 f"{trainer.saved_path}. Go on with --resume {self.folder.path}"
             )
+
+    @property
+    def reports(self) -> bool:
+        """Whether this learner evaluates and shows what came out: they all end with the same weights."""
+        return self.seat is None or self.seat.learner == 0
+
+    def _leave(self, summary: dict[str, Any]) -> None:
+        """Tell the syncer how it went, and go. Every rank takes part."""
+        if self.trainer.exchange is not None:
+            own = {**self.trainer.exchange.summary(), "tokens_per_second": self.trainer.tokens_per_second}
+            if self.world.rank == 0:
+                self.trainer.exchange.report(finite({**summary, "learner": own}))
+            self.trainer.exchange.leave()
 
     def _is_reported(self) -> bool:
         """Whether the folder's summary is of the step at which the run now is."""
@@ -162,7 +190,9 @@ class Session:
 
     def _hooks(self) -> list[Hook]:
         recipe, log = self.recipe, self.recipe.log
-        everywhere = [EvaluationHook(recipe.train.eval_every), CheckpointHook(recipe.train.checkpoint_every)]
+        everywhere: list[Hook] = [CheckpointHook(recipe.train.checkpoint_every)]
+        if self.reports:
+            everywhere.insert(0, EvaluationHook(recipe.train.eval_every))
         if self.world.rank != 0:
             return [*everywhere]
         layers = recipe.moe.moe_layers(recipe.model.layers) if recipe.moe else ()
@@ -177,7 +207,7 @@ class Session:
             shown.append(TensorBoardHook(self.folder))
         return [*shown, *everywhere]
 
-    def _report(self) -> None:
+    def _report(self) -> dict[str, Any]:
         """The closing table, some generated text, and where the files are. Every rank takes part."""
         # On every rank, though only one shows it: no rank waits while another counts.
         trigram = TrigramModel.count(self.corpus.train, self.tokenizer.vocab_size).bits_per_byte(self.corpus)
@@ -195,6 +225,7 @@ class Session:
             f"done in {summary['seconds']:.0f} s"
             + (f", first step after {self.first_step.seconds:.0f} s" if self.first_step.seconds else "")
         )
+        return summary
 
     def _write_summary(self, summary: dict[str, Any]) -> None:
         if self.world.rank == 0:
@@ -218,27 +249,6 @@ class Session:
         return [{"prompt": prompt, "text": text} for prompt, text in zip(log.prompts, texts, strict=True)]
 
 
-def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse a model without a place for every token id."""
-    size = recipe.model.vocab_size
-    if size is not None and size < tokenizer.vocab_size:
-        raise RecipeError(
-            f"model.vocab_size is {size} but the tokenizer {recipe.data.tokenizer!r} has {tokenizer.vocab_size} ids; "
-            f"use {tokenizer.vocab_size} or more, or leave the entry out."
-        )
-
-
-def check_same_text(corpus: Corpus, world: World) -> None:
-    """Refuse ranks that read different text. Every rank calls it; blocks."""
-    found = world.everyone.gather_objects(corpus.fingerprint)
-    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
-    if others:
-        raise MoeAsyncError(
-            f"ranks {others} read other text than rank 0, so they would train on other data or wait for one another: "
-            "a source changes while it is read, or machines hold different files. Give all ranks the same files."
-        )
-
-
 class FirstStepHook(Hook):
     """Notes how long the first optimizer step took to come."""
 
@@ -260,16 +270,21 @@ def share_cores() -> None:
         torch.set_num_threads(int(os.environ["SLURM_CPUS_PER_TASK"]))
     else:
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // read_launch().local_world_size))
+        # Several learners on one machine share its cores too; the command that starts them says so.
+        ranks = int(os.environ.get("MOE_ASYNC_LOCAL_RANKS", read_launch().local_world_size))
+        torch.set_num_threads(max(1, cores // ranks))
 
 
-def open_folder(recipe: Recipe, resume: str | None, world: World) -> tuple[RunFolder, Path | None]:
+def open_folder(recipe: Recipe, resume: str | None, world: World, seat: Seat | None) -> tuple[RunFolder, Path | None]:
     """The run's folder and the checkpoint to start from, the same on every rank. Every rank calls it; blocks."""
     result: tuple[RunFolder, Path | None] | str = ""
     if world.rank == 0:
         runs, name = Path(recipe.log.dir).expanduser(), recipe.name or "run"
         try:
-            result = resumed_run(runs, name, resume) if resume else (new_run(runs, name), None)
+            if seat is not None:
+                result = learner_run(runs, seat.folder, seat.learner), None
+            else:
+                result = resumed_run(runs, name, resume) if resume else (new_run(runs, name), None)
         except (MoeAsyncError, OSError) as error:
             result = str(error)
     result = world.everyone.broadcast_object(result)

@@ -96,6 +96,11 @@ class TrainStream:
         starts = [(a * world_size + rank) * micro for a in range(accumulation)]
         return [self._batch(drawn[start : start + micro]) for start in starts]
 
+    def skip(self, windows: int) -> None:
+        """Go on by that many windows without reading them."""
+        for _ in range(windows):
+            self._draw()
+
     def state_dict(self) -> dict[str, Any]:
         """The place in the sequence, as JSON-able values; equal on all ranks."""
         return {

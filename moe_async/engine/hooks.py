@@ -218,7 +218,7 @@ class EvaluationHook(Hook):
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Evaluate when it is time."""
         step = record.report.step
-        if step == trainer.engine.steps or (self._every and step % self._every == 0):
+        if trainer.done or (self._every and step % self._every == 0):
             trainer.evaluate()
 
 

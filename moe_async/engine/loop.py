@@ -13,6 +13,7 @@ from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
 from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.diagnose import find_non_finite
 from moe_async.engine.evaluate import Evaluation, evaluate
+from moe_async.engine.exchange import Exchange
 from moe_async.engine.hooks import Hook, StepRecord
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.step import Engine, MicroBatch
@@ -35,10 +36,18 @@ class Trainer:
         corpus: the text.
         folder: where the run writes.
         stop: raised when the run shall end early.
+        exchange: with the syncer, where this is one of several learners.
     """
 
     def __init__(
-        self, engine: Engine, recipe: Recipe, world: World, corpus: Corpus, folder: RunFolder, stop: StopFlag
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        world: World,
+        corpus: Corpus,
+        folder: RunFolder,
+        stop: StopFlag,
+        exchange: Exchange | None = None,
     ) -> None:
         self.engine = engine
         self.recipe = recipe
@@ -46,6 +55,7 @@ class Trainer:
         self.corpus = corpus
         self.folder = folder
         self.stop = stop
+        self.exchange = exchange
         self.hooks: list[Hook] = []
         self.load = LoadWindow(after=recipe.train.steps - max(20, recipe.train.steps // 10))
         self.tokens = 0
@@ -79,25 +89,40 @@ class Trainer:
             EngineError: too many steps in a row without a finite gradient.
         """
         in_a_row = 0
-        while not self._done() and not self.stop.agreed(self.world):
+        if self.exchange is not None and not self._take_part(self.exchange):
+            return False
+        while not self.done and not self.stop.agreed(self.world):
             record = self._step()
-            if self._done():
+            if self.done:
                 # Before the hooks, which evaluate and save what the run ends with.
                 self._drain()
+                if self.exchange is not None:
+                    self.exchange.finish()
             in_a_row = in_a_row + 1 if record.report.left_out or not record.report.applied else 0
             for hook in self.hooks:
                 hook.on_step(self, record)
             if in_a_row == self.recipe.train.max_bad_steps:
                 self._give_up(record)
-        if self._done():
+        if self.done:
             # Where a resumed run has no step left.
             self._drain()
         for hook in self.hooks:
             hook.on_end(self)
-        return self._done()
+        return self.done
 
-    def _done(self) -> bool:
-        return self.engine.global_step >= self.engine.steps
+    def _take_part(self, exchange: Exchange) -> bool:
+        """Begin with the shared weights, at the others' place in the run. False when told to stop meanwhile."""
+        if not exchange.start():
+            return False
+        self.engine.global_step = exchange.clock
+        self._stream.skip(exchange.clock * self.recipe.train.global_batch * exchange.seat.learners)
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has come to its last step; with other learners, the mean of their steps counts."""
+        place = self.engine.global_step if self.exchange is None else self.exchange.position
+        return place >= self.engine.steps
 
     def _drain(self) -> None:
         """Apply what a delay has in flight: the weights are others then than those evaluated or saved."""
@@ -122,8 +147,13 @@ class Trainer:
         start, waited = time.perf_counter(), self.world.everyone.meter.seconds
         self._batches = self._next_batches()
         loaded = time.perf_counter()
+        if self.exchange is not None:
+            self.engine.ahead = self.exchange.position - self.engine.global_step
         report = self.engine.train_step(self._batches)
         seconds = time.perf_counter() - start
+        if self.exchange is not None:
+            self.exchange.after_step(report, seconds)
+            seconds = time.perf_counter() - start
         self.tokens += report.label_tokens
         self.dropped += report.dropped
         self.skipped += bool(report.left_out) or not report.applied
@@ -141,8 +171,14 @@ class Trainer:
         )
 
     def _next_batches(self) -> Sequence[MicroBatch]:
-        train = self.recipe.train
-        batches = self._stream.next_step(train.global_batch, self.world.rank, self.world.size, train.accumulation)
+        train, ranks = self.recipe.train, self.world.size
+        # The ranks of all learners read one sequence of windows, as if they were those of one.
+        learner, learners = (
+            (0, 1) if self.exchange is None else (self.exchange.seat.learner, self.exchange.seat.learners)
+        )
+        batches = self._stream.next_step(
+            train.global_batch * learners, learner * ranks + self.world.rank, learners * ranks, train.accumulation
+        )
         return [self._on_device(batch) for batch in batches]
 
     def _on_device(self, batch: Batch) -> MicroBatch:

@@ -40,6 +40,11 @@ class RunFolder:
         return self.path / "expert_load.jsonl"
 
     @property
+    def events(self) -> Path:
+        """What this learner sent to the syncer and took from it, JSON Lines."""
+        return self.path / "events.jsonl"
+
+    @property
     def summary(self) -> Path:
         """The figures of the closing table."""
         return self.path / "summary.json"
@@ -60,6 +65,13 @@ def new_run(folder: Path, name: str) -> RunFolder:
             continue
         return RunFolder(path)
     raise FileExistsError(f"{folder} holds too many runs called {name}; choose another --set name=...")
+
+
+def learner_run(folder: Path, run: str, learner: int) -> RunFolder:
+    """The folder of one learner in that of a run, which the syncer may have made or be elsewhere."""
+    path = folder / run / f"learner-{learner}"
+    path.mkdir(parents=True, exist_ok=True)
+    return RunFolder(path)
 
 
 def resumed_run(folder: Path, name: str, resume: str) -> tuple[RunFolder, Path]:

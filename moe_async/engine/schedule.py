@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from moe_async.recipe import OptimSection
 
 
-def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
-    """The rate of optimizer step ``step`` (0-based) in a run of ``steps``.
+def learning_rate(optim: OptimSection, step: float, steps: int) -> float:
+    """The rate of optimizer step ``step`` (0-based; a mean over learners need not be whole) in a run of ``steps``.
 
     A linear warm-up reaches ``lr`` at step ``warmup``. Then ``constant`` stays; ``cosine`` falls along half a cosine to
     ``final * lr`` at the last step (Loshchilov and Hutter 2017, arXiv 1608.03983); ``wsd`` stays and falls linearly to
@@ -29,5 +29,5 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     return optim.lr * (1 - (1 - schedule.final) * done)
 
 
-def _share(part: int, whole: int) -> float:
+def _share(part: float, whole: int) -> float:
     return min(max(part / max(whole, 1), 0.0), 1.0)

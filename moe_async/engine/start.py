@@ -12,12 +12,13 @@ from moe_async.comm import World, make_world, read_launch, start_process_group
 from moe_async.engine.balance import BalanceLosses
 from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, communication_backend, select_device
 from moe_async.engine.step import Engine
-from moe_async.errors import EngineError
+from moe_async.errors import DataError, EngineError, RecipeError
 from moe_async.moe import MoELayer
 from moe_async.recipe import deepspeed_config
 from moe_async.topology import Topology
 
 if TYPE_CHECKING:
+    from moe_async.data import Corpus, Tokenizer
     from moe_async.recipe import Recipe
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -85,4 +86,25 @@ def check_built_for(model: nn.Module, world: World) -> None:
         raise EngineError(
             f"{problems[0]}; pass the World that join_world(recipe) returns to build_model (or MoELayer) and to "
             "initialize."
+        )
+
+
+def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse a model without a place for every token id."""
+    size = recipe.model.vocab_size
+    if size is not None and size < tokenizer.vocab_size:
+        raise RecipeError(
+            f"model.vocab_size is {size} but the tokenizer {recipe.data.tokenizer!r} has {tokenizer.vocab_size} ids; "
+            f"use {tokenizer.vocab_size} or more, or leave the entry out."
+        )
+
+
+def check_same_text(corpus: Corpus, world: World) -> None:
+    """Refuse ranks that read different text. Every rank calls it; blocks."""
+    found = world.everyone.gather_objects(corpus.fingerprint)
+    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
+    if others:
+        raise DataError(
+            f"ranks {others} read other text than rank 0, so they would train on other data or wait for one another: "
+            "a source changes while it is read, or machines hold different files. Give all ranks the same files."
         )

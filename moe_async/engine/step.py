@@ -79,6 +79,10 @@ class Engine:
         optim: learning rate and its schedule.
         balance: the balance losses.
         steps: optimizer steps of the whole run, for the schedule.
+
+    Attributes:
+        global_step: optimizer steps done.
+        ahead: steps by which the run, and with it the schedule, is further than this learner; 0 for one on its own.
     """
 
     def __init__(self, bridge: DeepSpeedBridge, optim: OptimSection, balance: BalanceLosses, steps: int) -> None:
@@ -86,6 +90,7 @@ class Engine:
         self.world = bridge.world
         self.steps = steps
         self.global_step = 0
+        self.ahead = 0.0
         self._optim = optim
         self.balance = balance
         self._inside_step = False
@@ -104,7 +109,7 @@ class Engine:
     @property
     def learning_rate(self) -> float:
         """Rate of the next optimizer step."""
-        return learning_rate(self._optim, self.global_step, self.steps)
+        return learning_rate(self._optim, self.global_step + self.ahead, self.steps)
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepReport:
         """One optimizer step over this rank's micro-batches. Every rank calls it; blocks.
@@ -245,7 +250,7 @@ class Engine:
             step=self.global_step,
             lm_loss=losses[0].item() / label_tokens,
             balance=balance,
-            learning_rate=learning_rate(self._optim, self.global_step - 1, self.steps),
+            learning_rate=learning_rate(self._optim, self.global_step - 1 + self.ahead, self.steps),
             grad_norm=outcome.grad_norm,
             applied=outcome.applied,
             label_tokens=label_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moe_async.engine.evaluate import Evaluation
@@ -94,6 +95,32 @@ def format_summary(summary: dict[str, Any]) -> str:
             for layer in summary["layers"]
         ]
     return "\n".join(lines)
+
+
+def format_learners(learners: Mapping[str, dict[str, Any]]) -> str:
+    """The table of what each learner of a run did.
+
+    Args:
+        learners: of each by number, what `moe_async.sync.figures.LearnerFigures.summary` says.
+    """
+    names = list(learners)
+    rows: list[tuple[str, list[str]]] = [
+        ("", [f"learner {name}" for name in names]),
+        ("rounds", [f"{learners[name]['rounds']:,}" for name in names]),
+        ("steps", [f"{learners[name]['steps']:,}" for name in names]),
+        ("tokens", [f"{learners[name]['tokens']:,}" for name in names]),
+        ("time computing", [f"{learners[name]['busy']:.0%}" for name in names]),
+        ("MB sent", [f"{learners[name]['bytes_sent'] / 1e6:,.1f}" for name in names]),
+        ("MB received", [f"{learners[name]['bytes_received'] / 1e6:,.1f}" for name in names]),
+    ]
+    for kind in ("clock_gap", "version_lag", "data_age", "drift"):
+        cells = [_quantiles(learners[name]["staleness"].get(kind)) for name in names]
+        rows.append((f"{kind.replace('_', ' ')} (median/p95/max)", cells))
+    return "\n".join(f"{title:<34}" + "".join(f"{cell:>16}" for cell in cells) for title, cells in rows)
+
+
+def _quantiles(figures: dict[str, float] | None) -> str:
+    return "-" if figures is None else f"{figures['median']:g}/{figures['p95']:g}/{figures['max']:g}"
 
 
 def _bits(values: dict[str, Any]) -> tuple[str, str, str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from moe_async.errors import SyncError
 from moe_async.sync.merger import Merger, Outgoing
-from moe_async.sync.messages import UpdateHeader
 from moe_async.sync.syncer_policy import read_header
 
 Entry = dict[str, Any]
@@ -85,10 +83,6 @@ class Journal:
         self._inputs.flush()
         self._count += 1
 
-    def arrival(self, header: UpdateHeader, now: float) -> Entry:
-        """The entry of an update."""
-        return {"kind": "arrive", "now": now, "header": asdict(header)}
-
     def entries(self) -> Iterator[tuple[Entry, Tensor | None]]:
         """Inputs since the newest snapshot, in order."""
         path = self._current / _INPUTS
@@ -125,34 +119,43 @@ class Journal:
         for name in (f"snapshot-{old}", f"journal-{old}"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def restore(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """State and tensors of the newest snapshot; None where there is none."""
-        path = self.folder / f"snapshot-{self.number}"
-        if not path.is_dir():
-            return None
-        try:
-            return json.loads((path / _STATE).read_text()), load_file(path / _TENSORS)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise SyncError(f"{path} is damaged ({error}); restore the folder from a copy.") from error
+    def state(self) -> dict[str, Any]:
+        """What the newest snapshot was given as state; empty where there is none.
 
-    def recover(self, merger: Merger) -> dict[str, Any]:
+        Raises:
+            SyncError: it is damaged.
+        """
+        path = self._snapshot / _STATE
+        try:
+            found: dict[str, Any] = json.loads(path.read_text()) if self.number else {}
+        except (OSError, ValueError) as error:
+            raise SyncError(f"{path} is damaged ({error}); restore the folder from a copy.") from error
+        return found
+
+    @property
+    def _snapshot(self) -> Path:
+        return self.folder / f"snapshot-{self.number}"
+
+    def recover(self, merger: Merger) -> float | None:
         """Bring a new merger to where the journal ends, and go on writing there.
 
         Returns:
-            What `snapshot` was given as state, or an empty mapping.
+            The time of the last entry or snapshot, in seconds; None when the folder holds nothing yet.
         """
-        found = self.restore()
-        state: dict[str, Any] = {}
-        if found is not None:
-            state, tensors = found
+        state = self.state()
+        last: float | None = state.get("now")
+        if state:
+            try:
+                tensors = load_file(self._snapshot / _TENSORS)
+            except (OSError, SafetensorError) as error:
+                raise SyncError(f"{self._snapshot} is damaged ({error}); restore the folder from a copy.") from error
             merger.load_state_dict(state["merger"])
             merger.load_tensors(tensors)
-        last = 0.0
         for entry, payload_X in self.entries():
             apply_input(merger, entry, payload_X)
             self._count += 1
             last = entry["now"]
-        return {**state, "now": max(last, state.get("now", 0.0))}
+        return last
 
     def close(self) -> None:
         """Close the file."""

@@ -18,7 +18,7 @@ from moe_async.sync.settings import PolicyPlan, PolicySettings
 class Position:
     """Where a learner believes the run to be, in steps that the learners have made on average.
 
-    What the others did since the last news is taken to be what this one did. It never goes back.
+    Since the last news the others are taken to have been as fast, relative to this one, as in the whole run before it.
 
     Attributes:
         progress: of the last news.
@@ -30,11 +30,12 @@ class Position:
 
     def at(self, clock: int) -> float:
         """The position when this learner has made ``clock`` steps."""
-        return self.progress + clock - self.heard_at
+        pace = self.progress / self.heard_at if self.heard_at and self.progress else 1.0
+        return self.progress + pace * (clock - self.heard_at)
 
-    def hear(self, progress: float, seen: int, clock: int) -> None:
-        """Take in news, unless they would move the position back."""
-        if progress + clock - seen > self.at(clock):
+    def hear(self, progress: float, seen: int) -> None:
+        """Take in news, unless they are older than what is known."""
+        if progress >= self.progress:
             self.progress, self.heard_at = progress, seen
 
 
@@ -144,7 +145,7 @@ class LearnerPolicy:
             flights = self._in_flight[entry.fragment]
             self._in_flight[entry.fragment] = [flight for flight in flights if flight[0] > entry.settled]
             self._released = max(self._released, entry.seen)
-            self._position.hear(entry.progress, entry.seen, self.clock)
+            self._position.hear(entry.progress, entry.seen)
             taken.append(entry)
         return taken
 

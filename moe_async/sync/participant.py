@@ -75,14 +75,16 @@ class Participant:
     Args:
         sync: its policies.
         model: its model, with the shared values in it.
+        unit_sizes: elements of each unit of each fragment, where the model holds parts of fragments; None: the whole.
     """
 
-    def __init__(self, sync: LearnerSync, model: LearnerModel) -> None:
+    def __init__(
+        self, sync: LearnerSync, model: LearnerModel, unit_sizes: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
         self.sync = sync
         self.model = model
-        self.views = {
-            number: LocalView(model.read(number), fragment.unit_sizes) for number, fragment in sync.fragments.items()
-        }
+        sizes = unit_sizes or {number: fragment.unit_sizes for number, fragment in sync.fragments.items()}
+        self.views = {number: LocalView(model.read(number), sizes[number]) for number in sync.fragments}
         self._values: dict[tuple[int, int], Tensor] = {}
 
     def step(self) -> LearnerStep:

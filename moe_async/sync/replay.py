@@ -103,7 +103,7 @@ class Replay:
         life, fragment = self.lives[entry["learner"], entry["incarnation"]], entry["fragment"]
         self._advance(life, entry["clock"])
         value_X = self._version(fragment, entry["version"])
-        life.positions[self._group[fragment]].hear(entry["progress"], entry["seen"], life.clock)
+        life.positions[self._group[fragment]].hear(entry["progress"], entry["seen"])
         if self._grad:
             life.model.write(fragment, value_X)
         else:

@@ -24,8 +24,11 @@ class Seat:
         learner, incarnation: who.
         topology: of its ranks.
         clock: its steps when it comes back after its connection was lost; None: it begins.
-        connections: of its ranks, by rank; it takes part once all are there.
-        bytes_before: sent and received on connections that are lost.
+        connections: of its ranks, by rank.
+        parts: of updates that have not come from all ranks yet.
+        ready: it has loaded its text and built its model.
+        joined: it takes part.
+        final: it makes no further step.
     """
 
     learner: int
@@ -34,12 +37,14 @@ class Seat:
     clock: int | None = None
     connections: dict[int, Connection] = field(default_factory=dict)
     parts: dict[UpdateId, dict[int, Tensor]] = field(default_factory=dict)
+    ready: bool = False
+    joined: bool = False
     final: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks are connected."""
-        return len(self.connections) == self.topology.world_size
+        """Whether all ranks are connected and want to begin."""
+        return self.ready and len(self.connections) == self.topology.world_size
 
     def send(self, header: Mapping[str, Any]) -> None:
         """Send a message to every rank."""

@@ -4,8 +4,9 @@ One thread does everything that decides; a thread for each direction of each ses
 merger is told is written down first (`moe_async.sync.journal`) and acknowledged after, so an acknowledged update is
 never lost and a repeated one is never applied again.
 
-Messages from a rank: ``hello`` (rank 0: may I join?), ``rank`` (another rank of a learner that may), ``update`` (its
-part of one), ``finish``, ``bye``. To a rank: ``refused``, ``seat``, ``welcome``, ``publication``, ``ack``, ``final``.
+Messages from a rank: ``hello`` (rank 0: may I join?), ``rank`` (another rank of a learner that may), ``ready``,
+``update`` (its part of one), ``finish``, ``report``, ``bye``. To a rank: ``refused``, ``seat``, ``welcome``,
+``publication``, ``ack``, ``final``.
 """
 
 from __future__ import annotations
@@ -23,25 +24,24 @@ from torch import Tensor
 
 from moe_async.comm.connection import Connection
 from moe_async.comm.session import Door, Header
-from moe_async.errors import CommunicationError, SyncError
+from moe_async.errors import MoeAsyncError
 from moe_async.sync.event_log import EventLog
 from moe_async.sync.journal import Journal, apply_input
+from moe_async.sync.lobby import Lobby
 from moe_async.sync.merger import Merger, Outgoing, Schedule
 from moe_async.sync.messages import Publication, Welcome
 from moe_async.sync.seats import Seat
 from moe_async.sync.syncer import SyncGroup
 from moe_async.sync.syncer_policy import read_header
-from moe_async.topology import Topology
 
-_POLL_SECONDS = 0.05
+_IDLE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What the first learner's recipe makes of a run.
+    """What a recipe makes of a run.
 
     Attributes:
-        recipe: its text.
         folder: where the syncer writes, made already.
         learners: expected number of learners.
         num_experts: of each MoE layer.
@@ -51,7 +51,6 @@ class RunDescription:
         timeout: seconds of silence after which a partner counts as gone.
     """
 
-    recipe: str
     folder: Path
     learners: int
     num_experts: int
@@ -67,10 +66,11 @@ class MergingServer:
     Args:
         door: where learners knock.
         describe: makes the run from the text of the first learner's recipe; raises `MoeAsyncError` to refuse it.
-        compare: from the hello of a learner and that of the first one to what keeps it out; empty when nothing does.
+        compare: what keeps a learner out, see `Lobby`.
         say: shows a line.
-        timeout: of sessions before a recipe says it.
-        start_after: seconds after the first learner joined after which the run begins though some are missing.
+        timeout: of sessions until a recipe says it.
+        start_after: seconds after the first learner was ready after which the run begins though some are missing.
+        snapshot_every: updates after which the state is written down as a whole.
     """
 
     def __init__(
@@ -81,40 +81,41 @@ class MergingServer:
         say: Callable[[str], None],
         timeout: float,
         start_after: float,
+        snapshot_every: int = 200,
     ) -> None:
-        self.run_description: RunDescription | None = None
+        self.run: RunDescription | None = None
         self.merger: Merger | None = None
-        self._door, self._describe, self._compare, self._say = door, describe, compare, say
-        self._timeout, self._start_after = timeout, start_after
+        self.reports: dict[int, dict[str, Any]] = {}
+        self._describe, self._say = describe, say
+        self._start_after, self._snapshot_every = start_after, snapshot_every
         self._journal: Journal | None = None
-        self._first_hello: Header = {}
+        self._since_snapshot = 0
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._seats: dict[int, Seat] = {}
-        self._incarnations: dict[int, int] = {}
-        self._strangers: set[Connection] = set()
-        self._began = time.monotonic()
-        self._offset = 0.0
-        self._first_seat_at: float | None = None
-        self._started = False
-        self._finale = False
+        self._began, self._offset = time.monotonic(), 0.0
+        self._first_ready: float | None = None
+        self._started = self._finale = False
         self._stop = threading.Event()
-        self._served: set[int] = set()
+        self._lobby = Lobby(
+            door,
+            compare,
+            say,
+            lambda connection, header, payload: self._events.put(partial(self._receive, connection, header, payload)),
+            lambda connection, reason: self._events.put(partial(self._lose, connection, reason)),
+            timeout,
+        )
 
     # Driving.
 
     def serve(self) -> None:
         """Serve until every learner that took part has finished and left, or `stop` is called."""
-        threading.Thread(target=self._let_in, name="door", daemon=True).start()
-        while not self._stop.is_set() and not self._over():
+        while not self._stop.is_set() and not (self._finale and not self._lobby.seats):
             try:
-                event = self._events.get(timeout=self._patience())
+                self._events.get(timeout=self._patience())()
             except queue.Empty:
-                self._tick()
-                continue
-            event()
-            self._tick()
-        for seat in self._seats.values():
-            seat.close()
+                pass
+            if self.merger is not None:
+                self._tick(self.merger)
+        self._lobby.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -122,20 +123,14 @@ class MergingServer:
         """End `serve` soon; safe to call from a signal handler or another thread."""
         self._stop.set()
 
-    def _over(self) -> bool:
-        return self._finale and not self._seats
-
     def _now(self) -> float:
         return self._offset + time.monotonic() - self._began
 
     def _patience(self) -> float:
         due = self.merger.syncer.due() if self.merger is not None and self._started else None
-        return 0.5 if due is None else min(max(due - self._now(), 0.0), 0.5)
+        return _IDLE_SECONDS if due is None else min(max(due - self._now(), 0.0), _IDLE_SECONDS)
 
-    def _tick(self) -> None:
-        merger = self.merger
-        if merger is None:
-            return
+    def _tick(self, merger: Merger) -> None:
         if not self._started:
             self._start_if_ready()
             return
@@ -143,217 +138,153 @@ class MergingServer:
         if due is not None and due <= self._now():
             self._input({"kind": "tick", "now": self._now()})
         if not self._finale and merger.syncer.finished and not merger.syncer.pending():
-            self._end()
+            self._end(merger)
 
-    def _let_in(self) -> None:
-        """Open a session for everyone who knocks, each in a thread of its own: one that went away delays nobody."""
-        while not self._stop.is_set():
-            for ticket in self._door.tickets():
-                threading.Thread(target=self._open, args=(ticket,), name=f"ticket-{ticket}", daemon=True).start()
-            time.sleep(_POLL_SECONDS)
-
-    def _open(self, ticket: int) -> None:
-        try:
-            session = self._door.open(ticket)
-        except CommunicationError:
-            return
-        ready = threading.Event()
-        box: list[Connection] = []
-
-        def on_message(header: Header, payload: Tensor) -> None:
-            ready.wait()
-            self._events.put(partial(self._receive, box[0], header, payload))
-
-        def on_lost(reason: str) -> None:
-            ready.wait()
-            self._events.put(partial(self._lose, box[0], reason))
-
-        box.append(Connection(session, self._timeout, on_message, on_lost))
-        ready.set()
-
-    # Messages.
+    # Learners.
 
     def _receive(self, connection: Connection, header: Header, payload: Tensor) -> None:
-        handlers = {"hello": self._hello, "rank": self._rank, "update": self._update, "finish": self._finish}
-        handler = handlers.get(str(header.get("kind")))
-        if handler is None:
-            if header.get("kind") != "bye":
-                self._refuse(connection, f"a message of kind {header.get('kind')!r} is not known here.")
-            return
+        handlers: dict[str, Callable[[Seat, int, Header, Tensor], None]] = {
+            "ready": self._ready, "update": self._update, "finish": self._finish, "report": self._report,
+            "bye": lambda *_: None,
+        }  # fmt: skip
+        kind = str(header.get("kind"))
+        found = self._lobby.seat_of(connection)
         try:
-            handler(connection, header, payload)
+            if kind == "hello":
+                self._hello(connection, header)
+            elif kind == "rank":
+                self._sit_down(self._lobby.rank(connection, header))
+            elif kind not in handlers:
+                self._lobby.refuse(connection, f"a message of kind {kind!r} is not known here.")
+            elif found is not None:
+                handlers[kind](*found, header, payload)
         except (KeyError, TypeError, ValueError) as error:
-            self._refuse(connection, f"a message of kind {header['kind']} does not fit ({error!r}).")
+            self._lobby.refuse(connection, f"a message of kind {kind} does not fit ({error!r}).")
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        self._say(f"refused: {reason}")
-        connection.send({"kind": "refused", "reason": reason})
-        threading.Thread(target=self._close_later, args=(connection,), daemon=True).start()
-
-    @staticmethod
-    def _close_later(connection: Connection) -> None:
-        """Close a connection once its last message has gone out and could be read."""
-        connection.flush(5.0)
-        time.sleep(1.0)
-        connection.close()
-
-    def _hello(self, connection: Connection, header: Header, payload: Tensor) -> None:
-        if self.run_description is None:
-            try:
-                self._prepare(header)
-            except SyncError as error:
-                self._refuse(connection, str(error))
-                return
-        assert self.run_description is not None
-        if problem := self._compare(self._first_hello, header):
-            self._refuse(connection, problem)
-            return
+    def _hello(self, connection: Connection, header: Header) -> None:
         if self._finale:
-            self._refuse(connection, "the run is over.")
+            self._lobby.refuse(connection, "the run is over.")
             return
-        learner = self._place(int(header["learner"]))
-        if learner is None:
-            self._refuse(
-                connection,
-                f"the run is for {self.run_description.learners} learners, and learner {header['learner']} is taken or "
-                "does not exist. Wait until one has left, or start a run with a larger sync.learners.",
-            )
-            return
-        clock = header.get("clock")
-        if clock is None:
-            self._incarnations[learner] = self._incarnations.get(learner, -1) + 1
-        elif header["incarnation"] != self._incarnations.get(learner):
-            self._refuse(connection, f"learner {learner} has been started anew meanwhile.")
-            return
-        topology = Topology(int(header["world_size"]), int(header["expert_parallel"]), self.run_description.num_experts)
-        seat = Seat(learner, self._incarnations[learner], topology, clock)
-        self._seats[learner] = seat
-        seat.connections[0] = connection
-        seat.send(
-            {
-                "kind": "seat", "learner": learner, "incarnation": seat.incarnation,
-                "learners": self.run_description.learners, "folder": self.run_description.folder.name,
-            }
-        )  # fmt: skip
+        if self.run is None:
+            try:
+                self._prepare(self._describe(str(header["recipe"])))
+            except MoeAsyncError as error:
+                self._lobby.refuse(connection, str(error))
+                return
+        assert self.run is not None
+        self._lobby.hello(connection, header, self.run.learners, self.run.num_experts, self.run.folder.name)
+
+    def _ready(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
+        seat.ready = True
         self._sit_down(seat)
 
-    def _place(self, wanted: int) -> int | None:
-        assert self.run_description is not None
-        free = [n for n in range(self.run_description.learners) if n not in self._seats]
-        if wanted < 0:
-            return free[0] if free else None
-        return wanted if wanted in free else None
-
-    def _rank(self, connection: Connection, header: Header, payload: Tensor) -> None:
-        seat = self._seats.get(int(header["learner"]))
-        if seat is None or seat.incarnation != header["incarnation"] or header["rank"] in seat.connections:
-            self._refuse(connection, f"learner {header['learner']} has no free place for rank {header['rank']}.")
-            return
-        seat.connections[int(header["rank"])] = connection
-        self._sit_down(seat)
-
-    def _sit_down(self, seat: Seat) -> None:
+    def _sit_down(self, seat: Seat | None) -> None:
         """Let a learner take part once all its ranks are here, and the run has begun."""
-        if not seat.complete:
+        if seat is None or not seat.complete or seat.joined:
             return
-        if self._first_seat_at is None:
-            self._first_seat_at = self._now()
+        self._first_ready = self._now() if self._first_ready is None else self._first_ready
         self._say(f"learner {seat.learner} is here ({seat.topology.world_size} ranks)")
         if self._started:
             self._join(seat)
 
     def _start_if_ready(self) -> None:
-        assert self.run_description is not None
-        ready = [seat for seat in self._seats.values() if seat.complete]
-        if not ready or self._first_seat_at is None:
+        ready = [seat for seat in self._lobby.seats.values() if seat.complete]
+        if not ready or self._first_ready is None or self.run is None:
             return
-        waited = self._now() - self._first_seat_at
-        if len(ready) < self.run_description.learners and waited < self._start_after:
+        missing = self.run.learners - len(ready)
+        if missing and self._now() - self._first_ready < self._start_after:
             return
-        if len(ready) < self.run_description.learners:
-            self._say(f"the run begins with {len(ready)} of {self.run_description.learners} learners")
+        if missing:
+            self._say(f"the run begins with {len(ready)} of {self.run.learners} learners")
         self._started = True
         for seat in sorted(ready, key=lambda seat: seat.learner):
             self._join(seat)
 
     def _join(self, seat: Seat) -> None:
-        self._input(
-            {
-                "kind": "join", "now": self._now(), "learner": seat.learner, "incarnation": seat.incarnation,
-                "clock": seat.clock,
-            }
-        )  # fmt: skip
+        seat.joined = True
+        who = {"learner": seat.learner, "incarnation": seat.incarnation, "clock": seat.clock}
+        self._input({"kind": "join", "now": self._now(), **who})
 
-    def _update(self, connection: Connection, header: Header, payload: Tensor) -> None:
-        found = self._seat_of(connection)
-        if found is None or self.merger is None:
-            return
-        seat, rank = found
+    def _update(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         update = read_header(header["header"])
         if (update.id.learner, update.id.incarnation) != (seat.learner, seat.incarnation):
             raise ValueError("it carries another learner's name")
         whole_X = seat.gather(update, rank, payload, self._fragments[update.id.fragment])
-        if whole_X is None:
-            return
-        assert self._journal is not None
-        self._input(self._journal.arrival(update, self._now()), whole_X)
-        seat.send({"kind": "ack", "fragment": update.id.fragment, "sequence": update.id.sequence})
+        if whole_X is not None:
+            self._input({"kind": "arrive", "now": self._now(), "header": asdict(update)}, whole_X)
+            seat.send({"kind": "ack", "fragment": update.id.fragment, "sequence": update.id.sequence})
 
-    def _finish(self, connection: Connection, header: Header, payload: Tensor) -> None:
-        found = self._seat_of(connection)
-        if found is not None and found[1] == 0 and not found[0].final:
-            found[0].final = True
-            self._input({"kind": "finish", "now": self._now(), "learner": found[0].learner})
+    def _finish(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
+        if rank == 0 and not seat.final:
+            seat.final = True
+            self._input({"kind": "finish", "now": self._now(), "learner": seat.learner})
 
-    def _end(self) -> None:
+    def _end(self, merger: Merger) -> None:
         """All have finished: everyone gets what came out."""
-        assert self.merger is not None
         self._finale = True
         self._say("all learners have finished")
-        for seat in self._seats.values():
-            self._route(self.merger.publish_all(seat.learner, self._now()))
-            seat.send({"kind": "final"})
+        tally = merger.staleness
+        closing = {
+            "kind": "final",
+            "staleness": {str(learner): tally.summary(learner) for learner in tally.counts},
+            "discarded": {str(learner): count for learner, count in tally.discards.items()},
+        }
+        for seat in self._lobby.seats.values():
+            if seat.joined:
+                self._route(merger.publish_all(seat.learner, self._now()))
+                seat.send(closing)
+
+    def _report(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
+        self.reports[seat.learner] = dict(header["summary"])
 
     def _lose(self, connection: Connection, reason: str) -> None:
-        found = self._seat_of(connection)
+        found = self._lobby.seat_of(connection)
         if found is None:
             return
         seat, rank = found
-        del self._seats[seat.learner]
+        del self._lobby.seats[seat.learner]
+        seat.close()
         if not self._finale:
             self._say(f"learner {seat.learner} is gone (rank {rank}: {reason})")
-        seat.close()
-        if self._started and not self._finale:
-            self._input({"kind": "leave", "now": self._now(), "learner": seat.learner})
-
-    def _seat_of(self, connection: Connection) -> tuple[Seat, int] | None:
-        for seat in self._seats.values():
-            for rank, known in seat.connections.items():
-                if known is connection:
-                    return seat, rank
-        return None
+            if seat.joined:
+                self._input({"kind": "leave", "now": self._now(), "learner": seat.learner})
 
     # The merger.
 
-    def _prepare(self, hello: Header) -> None:
-        description = self._describe(str(hello["recipe"]))
-        self.run_description = description
-        self._first_hello = hello
-        self._timeout = description.timeout
-        self._fragments = {f.number: f for group in description.groups for f in group.fragments}
-        log = EventLog(description.folder / "events.jsonl", keep=False)
-        self.merger = Merger(description.groups, description.initial, description.learners, log, description.schedule)
-        self._journal = Journal(description.folder / "syncer")
+    def _prepare(self, run: RunDescription) -> None:
+        """Make the merger, or bring it back to where an earlier syncer of the same folder was."""
+        self.run = run
+        self._lobby.timeout = run.timeout
+        self._fragments = {f.number: f for group in run.groups for f in group.fragments}
+        self._journal = Journal(run.folder / "syncer")
+        state = self._journal.state()
+        log = EventLog(run.folder / "events.jsonl", keep=False, size=state.get("log_size", 0))
+        self.merger = Merger(run.groups, run.initial, run.learners, log, run.schedule)
+        recovered = self._journal.recover(self.merger)
+        if recovered is None:
+            return
+        self._say(f"the run goes on where it was after {recovered:.1f} s")
+        self._offset = recovered - (time.monotonic() - self._began)
+        self._started = True
+        self._lobby.incarnations = dict(self.merger.syncer.incarnations)
+        for learner in sorted(self.merger.syncer.members):
+            # Whoever was here has to knock again.
+            self._input({"kind": "leave", "now": self._now(), "learner": learner})
 
     def _input(self, entry: dict[str, Any], payload_X: Tensor | None = None) -> None:
         """Write down what happened, then act on it."""
         assert self.merger is not None and self._journal is not None
         self._journal.add(entry, payload_X)
         self._route(apply_input(self.merger, entry, payload_X))
+        self._since_snapshot += payload_X is not None
+        if self._since_snapshot >= self._snapshot_every:
+            self._since_snapshot = 0
+            state = {"merger": self.merger.state_dict(), "now": self._now(), "log_size": self.merger.log.size()}
+            self._journal.snapshot(state, self.merger.tensors())
 
     def _route(self, outgoing: Sequence[Outgoing]) -> None:
         for entry in outgoing:
-            seat = self._seats.get(entry.message.learner)
+            seat = self._lobby.seats.get(entry.message.learner)
             if seat is None:
                 continue
             if isinstance(entry.message, Welcome):

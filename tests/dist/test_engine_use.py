@@ -15,7 +15,7 @@ from moe_async.errors import EngineError, MoeAsyncError
 from moe_async.model import build_model
 from moe_async.recipe import Recipe
 from moe_async.topology import Topology
-from moe_async.train import check_same_text
+from moe_async.engine.start import check_same_text
 from tests.helpers.numerics import assert_all_close
 from tests.helpers.small import SMALL, small_recipe
 from tests.helpers.spawn import run_ranks

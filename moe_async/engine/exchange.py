@@ -1,0 +1,314 @@
+"""The learner's side of the exchange with the syncer, between two steps.
+
+Every rank has an `Exchange` and a link of its own, over which it moves its part of each fragment. The policies are
+state machines, so every rank runs a copy of them; all that the ranks have to agree on is how many messages of the
+syncer have come to all of them, and that is agreed at each boundary. So decisions are the same on all ranks, dense
+weights stay equal, and no rank waits for the syncer while another is in an all-to-all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_async.comm import World
+from moe_async.comm.session import Header
+from moe_async.engine.learner_model import RankModel
+from moe_async.engine.seat import Seat, rank_hello
+from moe_async.engine.stop import StopFlag
+from moe_async.engine.syncer_link import SyncerLink
+from moe_async.errors import CommunicationError, SyncError
+from moe_async.sync.event_log import EventLog
+from moe_async.sync.figures import LearnerFigures
+from moe_async.sync.messages import Publication
+from moe_async.sync.participant import Participant
+from moe_async.sync.staleness import StalenessTally
+from moe_async.sync.syncer import LearnerSync, SyncGroup
+
+if TYPE_CHECKING:
+    from moe_async.engine.report import StepReport
+
+_READY: Header = {"kind": "ready"}
+_SLICE_SECONDS = 0.2
+"""How long a rank waits for its own link before it asks the others how they are."""
+
+_RETRY_SECONDS = 1.0
+_GIVE_UP_TIMEOUTS = 10
+"""A learner that cannot go on without the syncer waits for it for so many of its time limits."""
+
+
+class Exchange:
+    """Exchanges what a learner learns. Every rank has one and calls its methods together.
+
+    Args:
+        model: this rank's part of the model.
+        groups: what is exchanged under which policy.
+        experts: of each MoE layer in module order, the prefix of its experts (`moe_async.model.keys.expert_modules`).
+        world: this rank's view of the learner.
+        link: this rank's link, with a seat.
+        seat: the learner's place.
+        hello: what rank 0 says when it has to come back.
+        stop: raised when the run shall end early.
+        log: where takes and sends are noted, on rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        groups: Sequence[SyncGroup],
+        experts: Sequence[str],
+        world: World,
+        link: SyncerLink,
+        seat: Seat,
+        hello: Header,
+        stop: StopFlag,
+        log: EventLog | None = None,
+    ) -> None:
+        self.seat = seat
+        self.link = link
+        self.figures = LearnerFigures()
+        self.ages = StalenessTally()
+        self.closing: Header = {}
+        self._model, self._groups, self._experts = model, tuple(groups), list(experts)
+        self._world, self._hello, self._stop, self._log = world, hello, stop, log
+        self._participant: Participant | None = None
+        self._delivered = 0
+        self._welcome_clock: int | None = None
+        self._offline_since: float | None = None
+        self._back = threading.Event()
+        self._finishing: Header | None = None
+        self._common = 0
+        self._began = time.monotonic()
+        self._stopping = False
+
+    @property
+    def participant(self) -> Participant:
+        """Policies and views; there once `start` has returned."""
+        assert self._participant is not None
+        return self._participant
+
+    @property
+    def clock(self) -> int:
+        """Steps that this learner has made."""
+        return self.participant.sync.clock
+
+    @property
+    def position(self) -> float:
+        """Place in the schedule of the run: steps that its learners have made on average, as far as is known here."""
+        return self.participant.sync.position()
+
+    def start(self) -> bool:
+        """Wait for the shared values, and take them. Blocks. False when told to stop meanwhile.
+
+        Raises:
+            SyncError: the syncer went away.
+        """
+        first = [fragment.number for group in self._groups for fragment in group.fragments]
+        if self._world.rank == 0:
+            self.link.send(_READY)
+        early: list[tuple[Publication, Tensor]] = []
+        while self._welcome_clock is None or {entry[0].fragment for entry in early} != set(first):
+            self._check_patience()
+            if not self._wait():
+                return False
+            early += self._new_publications()
+        sync = LearnerSync(self._groups, self.seat.learner, self.seat.incarnation, self._welcome_clock)
+        self._participant = Participant(sync, self._model, self._model.part_sizes())
+        for publication, value_Y in early:
+            self._participant.receive(publication, value_Y)
+        self._take(adopt=True)
+        self._began = time.monotonic()
+        return True
+
+    def after_step(self, report: StepReport, seconds: float) -> bool:
+        """Exchange what is due after a step, and wait where a policy says so. Blocks. False when told to stop.
+
+        Args:
+            report: of the step.
+            seconds: that it took.
+
+        Raises:
+            SyncError: the syncer put this learner out, or is gone for good.
+        """
+        tokens = {
+            f"{prefix}.{expert}": count
+            for prefix, counts in zip(self._experts, report.counts_LE.tolist(), strict=True)
+            for expert, count in enumerate(counts)
+        }
+        self.participant.sync.step_done(report.label_tokens, tokens, report.lm_loss)
+        self.figures.steps += 1
+        self.figures.tokens += report.label_tokens
+        self.figures.busy += seconds
+        began = time.monotonic()
+        self._agree()
+        goes_on = self._until_free()
+        if goes_on:
+            self._send(last=False)
+            goes_on = self._until_free()
+        self.figures.waited += time.monotonic() - began
+        return goes_on
+
+    def finish(self) -> bool:
+        """Send what is left, wait until all learners have, and take what came out. Blocks. False when told to stop.
+
+        Raises:
+            SyncError: the syncer is gone for good.
+        """
+        self._send(last=True)
+        self._finishing = {"kind": "finish"}
+        if self._world.rank == 0:
+            self.link.send(self._finishing)
+        while not self.closing:
+            self._check_patience()
+            if not self._wait():
+                return False
+        self._take(adopt=True)
+        return True
+
+    def report(self, summary: dict[str, Any]) -> None:
+        """Tell the syncer what came out, on rank 0."""
+        self.link.send({"kind": "report", "summary": summary})
+
+    def leave(self) -> None:
+        """End this rank's link."""
+        self.link.leave()
+
+    def summary(self) -> dict[str, Any]:
+        """What this learner did, over all its ranks. Every rank calls it; blocks."""
+        traffic = torch.tensor(self.link.bytes, device=self._world.device)
+        self.figures.sent, self.figures.received = self._world.everyone.all_reduce(traffic).tolist()
+        learner = str(self.seat.learner)
+        told = self.closing.get("staleness", {}).get(learner, {})
+        staleness = {**told, "data_age": self.ages.summary(self.seat.learner)["data_age"]}
+        discarded = self.closing.get("discarded", {}).get(learner, 0)
+        return self.figures.summary(time.monotonic() - self._began, staleness, discarded)
+
+    # Sending and taking.
+
+    def _send(self, last: bool) -> None:
+        for header, contribution_Y in self.participant.contribute(last):
+            sizes = self._model.part_sizes()[header.id.fragment]
+            parts = zip(contribution_Y.split(sizes), header.tokens, strict=True)
+            live = torch.cat([part for part, count in parts if count] or [contribution_Y[:0]])
+            message = {"kind": "update", "header": asdict(header)}
+            self.link.post(header.id.fragment, header.id.sequence, message, live)
+            self.figures.rounds += 1
+            if self._log is not None:
+                self._log.send(header, time.monotonic() - self._began)
+
+    def _take(self, adopt: bool = False) -> None:
+        for taken in self.participant.take(adopt):
+            for age in taken.ages:
+                self.ages.add_age(self.seat.learner, age)
+            if self._log is not None:
+                self._log.take(taken.publication, taken.mix, self.clock, time.monotonic() - self._began)
+
+    def _until_free(self) -> bool:
+        """Take what may be taken until no policy makes this learner wait."""
+        self._take()
+        while self.participant.sync.must_wait():
+            self._check_patience()
+            if not self._wait():
+                return False
+            self._take()
+        return True
+
+    def _new_publications(self) -> list[tuple[Publication, Tensor]]:
+        """Messages that have come to all ranks, in their order."""
+        found = []
+        for header, payload in self.link.next(self._common - self._delivered):
+            if header["kind"] == "welcome":
+                # One that only lost its connection goes on with its own steps.
+                self._welcome_clock = header["clock"] if self._participant is None else self._welcome_clock
+            elif header["kind"] == "final":
+                self.closing = header
+            else:
+                fields = {key: value for key, value in header.items() if key != "kind"}
+                found.append((Publication(**fields), payload))
+        self._delivered = self._common
+        return found
+
+    # Agreeing with the other ranks.
+
+    def _wait(self) -> bool:
+        """Wait a little for messages. False when the run shall stop."""
+        self.link.wait(self._delivered, _SLICE_SECONDS)
+        self._agree()
+        return not self._stopping
+
+    def _agree(self) -> None:
+        """Find out how many messages have come to all ranks, take them in, and bring lost links back."""
+        back = self._world.rank != 0 or self._back.is_set()
+        mine = [-self.link.received, self.link.lost, bool(self._stop.reason), not back, bool(self.link.refusal)]
+        state = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
+        least, lost, stop, not_back, refused = self._world.everyone.all_reduce(state, op="max").tolist()
+        self._common = -least
+        self._stopping = bool(stop)
+        if self._participant is not None:
+            for publication, value_Y in self._new_publications():
+                self._participant.receive(publication, value_Y)
+        if refused:
+            raise SyncError(f"the syncer put this learner out: {self.link.refusal or 'rank 0 says why'}")
+        if self.closing:
+            return
+        if lost and self._offline_since is None:
+            self._go_offline()
+        elif self._offline_since is not None and not not_back:
+            self._reconnect()
+
+    def _go_offline(self) -> None:
+        """Some rank has lost its link: all give theirs up, and the first one knocks in the background."""
+        self._offline_since = self._offline_since or time.monotonic()
+        self.link.disconnect()
+        self._delivered = self._common = 0
+        self._back.clear()
+        if self._world.rank == 0:
+            threading.Thread(target=self._come_back, name="come-back", daemon=True).start()
+
+    def _come_back(self) -> None:
+        """On rank 0, in a thread: knock until the syncer gives the seat back, or says that it will not."""
+        own = {"learner": self.seat.learner, "incarnation": self.seat.incarnation}
+        while not self.link.refusal:
+            try:
+                self.link.connect({**self._hello, **own, "clock": self.clock if self._participant else None})
+                self.link.reply()
+                self._back.set()
+                return
+            except CommunicationError:
+                time.sleep(_RETRY_SECONDS)
+            except SyncError:
+                return
+
+    def _reconnect(self) -> None:
+        """Rank 0 has the seat back: the others connect, and all send again what was not acknowledged."""
+        problem = ""
+        if self._world.rank:
+            try:
+                self.link.connect(rank_hello(self.seat, self._world))
+            except CommunicationError as error:
+                problem = str(error)
+        if any(self._world.everyone.gather_objects(problem)):
+            self._go_offline()
+            return
+        self._offline_since = None
+        if self._world.rank == 0:
+            self.link.send(_READY)
+        self.link.post_again()
+        if self._world.rank == 0 and self._finishing is not None:
+            self.link.send(self._finishing)
+
+    def _check_patience(self) -> None:
+        """Do not wait for ever for a syncer without which this learner cannot go on."""
+        limit = _GIVE_UP_TIMEOUTS * self.link.timeout
+        if self._offline_since is not None and time.monotonic() - self._offline_since > limit:
+            raise SyncError(
+                f"the syncer at {self.link.host}:{self.link.port} has been gone for more than {limit:.0f} s. Start it "
+                "again with the same --listen and --folder, and this learner with --resume; sync.timeout says how long "
+                "a learner waits."
+            )

@@ -1,0 +1,85 @@
+"""Joining a run of several learners: a seat at the syncer, and the exchange with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_async.comm import World
+from moe_async.engine.door import make_hello
+from moe_async.engine.exchange import Exchange
+from moe_async.engine.learner_model import RankModel
+from moe_async.engine.run_description import sync_groups
+from moe_async.engine.run_folder import RunFolder
+from moe_async.engine.seat import Seat, take_seat
+from moe_async.engine.step import Engine
+from moe_async.engine.stop import StopFlag
+from moe_async.engine.syncer_link import SyncerLink
+from moe_async.errors import RecipeError
+from moe_async.model.keys import expert_modules
+from moe_async.sync.event_log import EventLog
+
+if TYPE_CHECKING:
+    from moe_async.recipe import Recipe
+
+SYNCER_PATIENCE = 60.0
+"""Seconds for which a learner waits for a syncer that is not there yet."""
+
+
+def join_run(
+    recipe: Recipe, world: World, address: tuple[str, int] | None, learner: int
+) -> tuple[SyncerLink | None, Seat | None]:
+    """Take a place in the run of the syncer at ``address``; both None without one. Every rank calls it; blocks.
+
+    Args:
+        recipe: the resolved recipe.
+        world: this rank's view of the learner.
+        address: host and port; None: this learner is on its own.
+        learner: the place it wants; -1: any.
+
+    Raises:
+        RecipeError: the recipe is for several learners and there is no address, or the other way round.
+        SyncError: the syncer refuses this learner, or is not there.
+    """
+    if address is None:
+        if recipe.sync.between is not None:
+            raise RecipeError(
+                f"sync.between is set and sync.learners is {recipe.sync.learners}, but this launch joins nobody. Start "
+                "the whole run with python -m moe_async.launch, give --join HOST:PORT of a syncer, or train alone with "
+                "--set sync.between=null --set sync.learners=1."
+            )
+        return None, None
+    if recipe.sync.between is None:
+        raise RecipeError(
+            "--join is given but sync.between is null, so nothing would be exchanged. Leave --join out, or add a "
+            "policy for each class of parameters to sync.between."
+        )
+    link = SyncerLink(*address, recipe.sync.timeout)
+    return link, take_seat(link, make_hello(recipe, world, learner), world, SYNCER_PATIENCE)
+
+
+def make_exchange(
+    engine: Engine, recipe: Recipe, link: SyncerLink, seat: Seat, stop: StopFlag, folder: RunFolder
+) -> Exchange:
+    """The exchange of a learner that has a seat. Every rank calls it.
+
+    Args:
+        engine: the model in training.
+        recipe: the resolved recipe.
+        link, seat: of `join_run`.
+        stop: raised when the run shall end early.
+        folder: of this learner.
+    """
+    groups = sync_groups(recipe, engine.module)
+    fragments = [fragment for group in groups for fragment in group.fragments]
+    world = engine.world
+    return Exchange(
+        RankModel(engine.bridge, fragments),
+        groups,
+        expert_modules(engine.module),
+        world,
+        link,
+        seat,
+        make_hello(recipe, world, seat.learner),
+        stop,
+        EventLog(folder.events, keep=False) if world.rank == 0 else None,
+    )

@@ -1,0 +1,223 @@
+"""Starts a whole run on this machine: a syncer, and one deepspeed launch for each learner.
+
+python -m moe_async.launch recipes/quickstart.yaml
+python -m moe_async.launch recipes/quickstart.yaml --learners 4 --ranks 1 --set train.steps=100
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+from moe_async.errors import MoeAsyncError, RecipeError
+from moe_async.recipe import Recipe, load_recipe
+
+STOP_SECONDS = 60.0
+"""For so long processes that were told to stop may save what they have; then they are killed."""
+
+START_SECONDS = 60.0
+"""For so long the syncer may take until it listens."""
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="moe_async.launch", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("recipe", help="YAML file that describes the run")
+    parser.add_argument("--learners", type=int, help="number of learners; default: the recipe's sync.learners")
+    parser.add_argument("--ranks", type=int, help="ranks of each learner; default: the recipe's parallel.expert")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="replace a recipe entry, such as moe.top_k=1; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restarts", type=int, default=3, metavar="N",
+        help="how often a learner or the syncer that died is started anew; default: %(default)d",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+@dataclass
+class Part:
+    """A process of the run.
+
+    Attributes:
+        name: with which its lines are marked.
+        command: that starts it.
+        process: what runs.
+        restarts: how often it has been started anew.
+    """
+
+    name: str
+    command: list[str]
+    process: subprocess.Popen[str]
+    restarts: int = 0
+
+
+class Run:
+    """The processes of one run on this machine.
+
+    Args:
+        recipe: the resolved recipe.
+        recipe_path, overrides: from which it came.
+        ranks: of each learner.
+        restarts: how often a part may be started anew.
+    """
+
+    def __init__(self, recipe: Recipe, recipe_path: str, overrides: Sequence[str], ranks: int, restarts: int) -> None:
+        self._recipe, self._path, self._overrides = recipe, recipe_path, list(overrides)
+        self._ranks, self._restarts = ranks, restarts
+        self._port = free_port()
+        self._listening = threading.Event()
+        self._stopping = 0.0
+        self._lock = threading.Lock()
+        self._parts: dict[str, Part] = {}
+
+    def start(self) -> None:
+        """Start the syncer, then the learners.
+
+        Raises:
+            MoeAsyncError: the syncer does not come up.
+        """
+        self._start("syncer", [sys.executable, "-m", "moe_async.syncer", "--listen", f"127.0.0.1:{self._port}"])
+        if not self._listening.wait(START_SECONDS) or self._parts["syncer"].process.poll() is not None:
+            self.kill()
+            raise MoeAsyncError("the syncer did not start; its lines above say why.")
+        for learner in range(self._recipe.sync.learners):
+            self._start(f"learner {learner}", self._learner_command(learner))
+
+    def _learner_command(self, learner: int) -> list[str]:
+        command = ["deepspeed", "--num_gpus", str(self._ranks), "--master_port", str(free_port())]
+        command += ["--module", "moe_async.train", "--recipe", self._path]
+        command += ["--join", f"127.0.0.1:{self._port}", "--learner", str(learner)]
+        for override in self._overrides:
+            command += ["--set", override]
+        return command
+
+    def _start(self, name: str, command: list[str], restarts: int = 0) -> None:
+        # A process group of its own: a learner dies with all its ranks, and alone.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, bufsize=1,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "MOE_ASYNC_LOCAL_RANKS": str(self._local_ranks)},
+        )  # fmt: skip
+        self._parts[name] = Part(name, command, process, restarts)
+        assert process.stdout is not None
+        threading.Thread(target=self._show, args=(name, process.stdout), daemon=True).start()
+
+    @property
+    def _local_ranks(self) -> int:
+        """Ranks on this machine, over all learners: they share its cores."""
+        return self._ranks * self._recipe.sync.learners
+
+    def _show(self, name: str, lines: IO[str]) -> None:
+        for line in lines:
+            if name == "syncer" and line.startswith("listening on"):
+                self._listening.set()
+            # The syncer's closing table is the run's.
+            prefix = "" if name == "syncer" else f"[{name}] "
+            with self._lock:
+                print(f"{prefix}{line}", end="", flush=True)
+
+    def wait(self) -> int:
+        """Until the run is over; restarts what died. The exit code: 0 when the run came to its end."""
+        while True:
+            time.sleep(0.2)
+            syncer = self._parts["syncer"]
+            if self._stopping and time.monotonic() - self._stopping > STOP_SECONDS:
+                self.kill()
+            ended = [part for part in self._parts.values() if part.process.poll() is not None]
+            if len(ended) == len(self._parts):
+                return max(part.process.returncode != 0 for part in ended)
+            if self._stopping:
+                continue
+            if syncer.process.poll() == 0:
+                # The run is over; learners still write their last files.
+                continue
+            for part in ended:
+                if part.process.returncode and not self._revive(part):
+                    print(f"error: {part.name} died for the last time; the run stops.", file=sys.stderr, flush=True)
+                    self.stop()
+                    break
+                if part.process.returncode == 0 and len(ended) == len(self._parts) - 1 and syncer not in ended:
+                    # All learners left without finishing: nobody is there to merge for.
+                    continue
+
+    def _revive(self, part: Part) -> bool:
+        if part.restarts >= self._restarts:
+            return False
+        print(
+            f"{part.name} died with code {part.process.returncode}; starting it anew "
+            f"({part.restarts + 1} of {self._restarts})",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        self._start(part.name, part.command, part.restarts + 1)
+        return True
+
+    def stop(self) -> None:
+        """Tell all parts to stop; learners save what they have."""
+        self._stopping = self._stopping or time.monotonic()
+        for part in self._parts.values():
+            _signal(part, signal.SIGINT)
+
+    def kill(self) -> None:
+        """End all parts at once."""
+        for part in self._parts.values():
+            _signal(part, signal.SIGKILL)
+
+
+def _signal(part: Part, number: signal.Signals) -> None:
+    try:
+        os.killpg(part.process.pid, number)
+    except ProcessLookupError:
+        return
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start a run and wait for its end."""
+    parsed = parse_arguments(arguments)
+    overrides = list(parsed.overrides)
+    if parsed.learners is not None:
+        overrides.append(f"sync.learners={parsed.learners}")
+    try:
+        recipe = load_recipe(parsed.recipe, overrides)
+        if recipe.sync.between is None:
+            raise RecipeError(
+                f"{parsed.recipe} is for one learner: its sync.between is null. Start it with deepspeed --module "
+                "moe_async.train --recipe, or add a policy for each class of parameters to sync.between."
+            )
+        ranks = parsed.ranks or recipe.parallel.expert
+        recipe.check_world(ranks)
+        run = Run(recipe, parsed.recipe, overrides, ranks, parsed.restarts)
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            run.stop()
+
+        signal.signal(signal.SIGINT, on_signal)
+        signal.signal(signal.SIGTERM, on_signal)
+        run.start()
+        code = run.wait()
+    except MoeAsyncError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
