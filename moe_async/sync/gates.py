@@ -42,39 +42,51 @@ class Opening:
     updates: tuple[Arrival, ...]
 
 
-def opening(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+def opening(
+    gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
+) -> Opening | None:
     """The next merge of a fragment; None while it waits for further updates.
 
     Args:
         gate: the rule.
         pending: updates in the order of their arrival.
         members: learners alive, by number.
+        sent: of members that have sent updates of the fragment in this life, the steps after which the last one was.
     """
-    return _GATES[gate.kind](gate, pending, members) if pending else None
+    return _GATES[gate.kind](gate, pending, members, sent) if pending else None
 
 
-def _barrier(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+def _barrier(
+    gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
+) -> Opening | None:
     clock = min(arrival.header.clock for arrival in pending)
-    group = [arrival for arrival in pending if arrival.header.clock == clock]
-    there = {arrival.header.id.learner for arrival in group}
-    owed = {
-        learner
+    # Nobody sends of a number of steps that is behind it: a learner may be ahead after a change of policy, and what a
+    # former life sent does not stand for what this one will send.
+    if any(
+        member.joined_clock < clock and sent.get(learner, -1) < clock and not (member.final and member.seen < clock)
         for learner, member in members.items()
-        if member.joined_clock < clock and not (member.final and member.seen < clock)
-    }
-    return _ordered(group[-1].at, group) if owed <= there else None
+    ):
+        return None
+    group = [arrival for arrival in pending if arrival.header.clock == clock]
+    return _ordered(group[-1].at, group)
 
 
-def _first(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+def _first(
+    gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
+) -> Opening | None:
     wanted = min(gate.count, len(_at_work(pending, members)))
     return _ordered(pending[-1].at, pending) if len(pending) >= wanted else None
 
 
-def _each(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+def _each(
+    gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
+) -> Opening | None:
     return Opening(pending[0].at, (pending[0],))
 
 
-def _quorum(gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member]) -> Opening | None:
+def _quorum(
+    gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
+) -> Opening | None:
     wanted = min(gate.count, len(_at_work(pending, members)))
     there: set[int] = set()
     for arrival in pending:
@@ -96,7 +108,8 @@ def _ordered(at: float, arrivals: Sequence[Arrival]) -> Opening:
     return Opening(at, tuple(sorted(arrivals, key=lambda arrival: arrival.header.id)))
 
 
-_GATES: Mapping[str, Callable[[Gate, Sequence[Arrival], Mapping[int, Member]], Opening | None]] = {
+Rule = Callable[[Gate, Sequence[Arrival], Mapping[int, Member], Mapping[int, int]], Opening | None]
+_GATES: Mapping[str, Rule] = {
     "barrier": _barrier,
     "first": _first,
     "each": _each,

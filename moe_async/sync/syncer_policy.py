@@ -35,6 +35,7 @@ class SyncerPolicy:
         self._received: dict[tuple[int, int], tuple[int, int]] = {}
         self._settled: dict[tuple[int, int], tuple[int, int]] = {}
         self._latest: dict[int, dict[int, tuple[int, ...]]] = {fragment: {} for fragment in fragments}
+        self._sent: dict[int, dict[int, int]] = {fragment: {} for fragment in fragments}
         self._seen: dict[int, int] = {}
         self._steps = 0
         self._held: set[int] = set()
@@ -57,16 +58,25 @@ class SyncerPolicy:
         at_work = [member.seen for member in self.members.values() if not member.final]
         if not at_work:
             return max(self._seen.values(), default=0)
-        return min(at_work) if self.settings.clock_bound is not None else max(at_work)
+        if self.settings.clock_bound is not None:
+            return min(at_work)
+        if self.settings.gate.kind == "barrier":
+            # A round that has begun does without the newcomer, also if only learners that left have sent so far.
+            at_work += [arrival.header.clock for pending in self._pending.values() for arrival in pending]
+        return max(at_work)
 
     def join(self, learner: int, incarnation: int, clock: int, now: float) -> list[Decision]:
         """A learner has come, or come back, and begins at ``clock`` steps."""
         self.members[learner] = Member(incarnation, joined_clock=clock, seen=clock)
         self._hear(learner, clock)
         self._held.discard(learner)
+        for sent in self._sent.values():
+            sent.pop(learner, None)
+        settings = self.settings
+        rounds = settings.contribution == "grad" and settings.gate.kind == "barrier" and settings.clock_bound is None
         decisions: list[Decision] = []
         for fragment, pending in self._pending.items():
-            if pending and self.settings.contribution == "grad" and self.settings.gate.kind == "barrier":
+            if pending and rounds:
                 # The gradient of a newcomer has to be of the version that the pending ones are about to make.
                 self._deferred.add((learner, fragment))
             else:
@@ -80,8 +90,9 @@ class SyncerPolicy:
             return []
         self._held.discard(learner)
         self._deferred = {entry for entry in self._deferred if entry[0] != learner}
-        for latest in self._latest.values():
-            latest.pop(learner, None)
+        for fragment in self._pending:
+            self._latest[fragment].pop(learner, None)
+            self._sent[fragment].pop(learner, None)
         return [Farewell(learner, member.incarnation), *self._settle(now)]
 
     def finish(self, learner: int, now: float) -> list[Decision]:
@@ -100,6 +111,7 @@ class SyncerPolicy:
         member = self.members[learner]
         self._received[learner, fragment] = (header.id.incarnation, header.id.sequence)
         self._latest[fragment][learner] = header.tokens
+        self._sent[fragment][learner] = header.clock
         self._hear(learner, header.clock)
         self.members[learner] = replace(member, seen=max(header.clock, member.seen), final=member.final or header.final)
         decisions: list[Decision] = []
@@ -162,7 +174,7 @@ class SyncerPolicy:
         return decisions
 
     def _opening(self, fragment: int) -> Opening | None:
-        return opening(self.settings.gate, self._pending[fragment], self.members)
+        return opening(self.settings.gate, self._pending[fragment], self.members, self._sent[fragment])
 
     def _merge(self, fragment: int, found: Opening) -> Iterator[Decision]:
         headers = [arrival.header for arrival in found.updates]
@@ -265,6 +277,9 @@ class SyncerPolicy:
                 for fragment, latest in self._latest.items()
                 for learner, tokens in latest.items()
             ],
+            "sent": [
+                [fragment, learner, clock] for fragment, sent in self._sent.items() for learner, clock in sent.items()
+            ],
             "seen": [[learner, clock] for learner, clock in self._seen.items()],
             "held": sorted(self._held),
             "deferred": sorted(map(list, self._deferred)),
@@ -285,6 +300,9 @@ class SyncerPolicy:
         self._latest = {fragment: {} for fragment in self.versions}
         for fragment, learner, tokens in state["latest"]:
             self._latest[fragment][learner] = tuple(tokens)
+        self._sent = {fragment: {} for fragment in self.versions}
+        for fragment, learner, clock in state["sent"]:
+            self._sent[fragment][learner] = clock
         self._seen = dict(map(tuple, state["seen"]))
         self._steps = sum(self._seen.values())
         self._held = set(state["held"])

@@ -118,7 +118,8 @@ class VirtualRun:
             action()
         if until is not None:
             self.now = max(self.now, until)
-        stuck = [life.number for life in self._lives.values() if life.waiting not in ("", "end")]
+        lives = self._lives.values()
+        stuck = [life.number for life in lives if life.participant is None or life.waiting not in ("", "end")]
         if until is None and stuck:
             raise SyncError(f"learners {stuck} wait for what never comes; the policy and the learners do not fit.")
 
