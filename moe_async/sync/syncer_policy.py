@@ -179,8 +179,10 @@ class SyncerPolicy:
     def _merge(self, fragment: int, found: Opening) -> Iterator[Decision]:
         headers = [arrival.header for arrival in found.updates]
         version = self.versions[fragment]
-        members = max(len(self.members), len({header.id.learner for header in headers}))
-        weights = combine_weights(self.settings.combine, headers, version, self._latest[fragment], members)
+        # A sender that left before the merge still had its share in the work.
+        latest = {header.id.learner: header.tokens for header in headers} | self._latest[fragment]
+        members = len(self.members.keys() | {header.id.learner for header in headers})
+        weights = combine_weights(self.settings.combine, headers, version, latest, members)
         slowest = min((member.seen for member in self.members.values()), default=0)
         self.versions[fragment] = version + 1
         merged = {header.id for header in headers}

@@ -1,0 +1,51 @@
+"""The parts by themselves: gates, factors, presets, settings, fragments, tallies, positions, the log; by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_async.ops.outer import Outer
+from moe_async.sync import presets
+from moe_async.sync.messages import Merge, Publication, Switch, UpdateHeader, UpdateId
+from moe_async.sync.settings import PolicyPlan, SwitchWhen
+from moe_async.sync.syncer_policy import SyncerPolicy
+
+SGD = Outer("sgd", 0.1, 0.6)
+
+
+def header(learner, clock=1, sequence=0, *, base=0, incarnation=0, fragment=0, tokens=(10,), final=False, loss=0.0):
+    return UpdateHeader(UpdateId(learner, incarnation, sequence, fragment), base, clock, 1, tokens, loss, final)
+
+
+def policy_of(plan, learners=3, fragments=1):
+    plan = plan if isinstance(plan, PolicyPlan) else PolicyPlan((plan,))
+    policy = SyncerPolicy(plan, range(fragments), learners)
+    for learner in range(learners):
+        policy.join(learner, 0, 0, 0.0)
+    return policy
+
+
+def only(kind, decisions):
+    return [decision for decision in decisions if isinstance(decision, kind)]
+
+
+# Combining
+
+
+def test_a_sender_that_left_counts_in_the_sum_of_weights():
+    # 30 tokens of 0, which left; 10 of 1: over members they are 3/4 and 1/4 of what is known, 2 not heard of counts as
+    # the mean of 20, so the sum is 60.
+    policy = policy_of(presets.decoupled(1, quorum=2, grace=5.0))
+    policy.arrive(header(0, tokens=(30,)), 1.0)
+    assert not only(Merge, policy.leave(0, 2.0))
+    policy.arrive(header(1, tokens=(10,)), 3.0)
+    (merge,) = only(Merge, policy.tick(8.0))
+    assert [row[0] for row in merge.weights] == pytest.approx([30 / 60, 10 / 60])
+
+
+def test_the_only_sender_has_left():
+    policy = policy_of(presets.decoupled(1, quorum=1, grace=5.0))
+    policy.arrive(header(0), 1.0)
+    policy.leave(0, 2.0)
+    (merge,) = only(Merge, policy.tick(6.0))
+    assert merge.weights == ((pytest.approx(1 / 3),),)
