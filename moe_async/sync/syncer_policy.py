@@ -6,6 +6,7 @@ virtual clock and over a network. Whoever drives it carries out the decisions, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -167,9 +168,13 @@ class SyncerPolicy:
     def _settle(self, now: float) -> list[Decision]:
         """Every merge that is due, with what follows from it."""
         decisions: list[Decision] = []
-        for fragment in self._pending:
-            while (found := self._opening(fragment)) is not None and found.at <= now:
-                decisions.extend(self._merge(fragment, found))
+        phase = None
+        while phase != self.phase:
+            # Another policy may open the gate of a fragment that was looked at before.
+            phase = self.phase
+            for fragment in self._pending:
+                while (found := self._opening(fragment)) is not None and found.at <= now:
+                    decisions.extend(self._merge(fragment, found))
         decisions.extend(self._release())
         return decisions
 
@@ -201,25 +206,22 @@ class SyncerPolicy:
             self.progress,
             self.phase,
         )
-        released = self.settings.clock_bound is None
+        receivers = {learner for learner, waiting in self._deferred if waiting == fragment}
+        self._deferred = {entry for entry in self._deferred if entry[1] != fragment}
+        if self.settings.clock_bound is None:
+            receivers |= {header.id.learner for header in headers}
         if self._switches(headers):
             self.phase += 1
-            self._held.clear()
             yield Switch(tuple(self.versions), self.phase, self.progress)
         if self.settings.shares_merge:
             receivers = set(self.members)
-        else:
-            receivers = {header.id.learner for header in headers if released}
-            receivers |= {learner for learner, waiting in self._deferred if waiting == fragment}
-        self._deferred = {entry for entry in self._deferred if entry[1] != fragment}
         for learner in sorted(receivers & set(self.members)):
             yield self._publication(learner, fragment)
 
     def _release(self) -> Iterator[Decision]:
         """Publications for the learners that the clock bound held back and that may go on."""
-        bound = self.settings.clock_bound
-        if bound is None:
-            return
+        # Without a bound only those are held that another policy left here.
+        bound = math.inf if self.settings.clock_bound is None else self.settings.clock_bound
         slowest = min((member.seen for member in self.members.values() if not member.final), default=None)
         for learner in sorted(self._held):
             if slowest is None or self.members[learner].seen - slowest <= bound:

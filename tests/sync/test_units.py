@@ -6,8 +6,8 @@ import pytest
 
 from moe_async.ops.outer import Outer
 from moe_async.sync import presets
-from moe_async.sync.messages import Merge, Publication, Switch, UpdateHeader, UpdateId
-from moe_async.sync.settings import PolicyPlan, SwitchWhen
+from moe_async.sync.messages import Merge, UpdateHeader, UpdateId
+from moe_async.sync.settings import PolicyPlan
 from moe_async.sync.syncer_policy import SyncerPolicy
 
 SGD = Outer("sgd", 0.1, 0.6)
