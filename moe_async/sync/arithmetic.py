@@ -20,20 +20,24 @@ class SharedValue:
     Args:
         value_X: version 0; taken over, not copied.
         unit_sizes: elements of each unit, in order.
-        outer: the outer optimizer.
+        outers: the outer optimizer of each policy, in turn; the state goes over from one to the next as it is.
     """
 
-    def __init__(self, value_X: Tensor, unit_sizes: Sequence[int], outer: Outer) -> None:
+    def __init__(self, value_X: Tensor, unit_sizes: Sequence[int], outers: Sequence[Outer]) -> None:
         self.value_X = value_X
         self.unit_sizes = list(unit_sizes)
-        self.outer = outer
+        self.outers = tuple(outers)
         self.outer_state: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def merge(
-        self, contributions: Sequence[Tensor], weights: Sequence[Sequence[float]], lr_factor: float = 1.0
+        self,
+        contributions: Sequence[Tensor],
+        weights: Sequence[Sequence[float]],
+        lr_factor: float = 1.0,
+        phase: int = 0,
     ) -> None:
-        """Add up contributions [X], each unit with its factor, and move the value by the sum.
+        """Add up contributions [X], each unit with its factor, and move the value by the sum as ``phase`` says.
 
         A unit without any factor has no contribution in its direction; momentum still moves it.
         """
@@ -44,7 +48,7 @@ class SharedValue:
             ):
                 if factor:
                     sum_.add_(part, alpha=factor)
-        outer_step(self.outer, self.value_X, direction_X, self.outer_state, lr_factor)
+        outer_step(self.outers[phase], self.value_X, direction_X, self.outer_state, lr_factor)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a later merge depends on, by name."""

@@ -153,7 +153,9 @@ def shared_values(groups: Sequence[SyncGroup], initial: Mapping[int, Tensor]) ->
     """The shared values of all groups at version 0, of copies of the initial values."""
     return {
         fragment.number: SharedValue(
-            initial[fragment.number].detach().clone(), fragment.unit_sizes, group.plan.phases[0].outer
+            initial[fragment.number].detach().clone(),
+            fragment.unit_sizes,
+            [phase.outer for phase in group.plan.phases],
         )
         for group in groups
         for fragment in group.fragments
@@ -165,4 +167,4 @@ def merge(
 ) -> None:
     """Carry out a merge and forget the payloads that went into it."""
     contributions = [payloads.pop(update) for update in decision.updates]
-    values[decision.fragment].merge(contributions, decision.weights, schedule(decision.progress))
+    values[decision.fragment].merge(contributions, decision.weights, schedule(decision.progress), decision.phase)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from moe_async.errors import SyncError
@@ -133,7 +134,25 @@ class PolicyPlan:
     Attributes:
         phases: the policies; of one kind of contribution and the same fragments.
         when: condition for the change; None with one phase.
+
+    Raises:
+        SyncError: the policies cannot follow one another.
     """
 
     phases: tuple[PolicySettings, ...]
     when: SwitchWhen | None = None
+
+    def __post_init__(self) -> None:
+        for first, then in pairwise(self.phases):
+            if first.contribution != then.contribution or first.fragments != then.fragments:
+                raise SyncError(
+                    f"a policy that exchanges {first.contribution} in {first.fragments} fragments cannot be followed "
+                    f"by one that exchanges {then.contribution} in {then.fragments}; use two of one kind, and the same "
+                    "number of fragments."
+                )
+            if first.asynchronous and not then.asynchronous and then.fragments > 1 and first.every != then.every:
+                # Learners hear of the change at different steps, and would owe one another different fragments.
+                raise SyncError(
+                    f"fragments are sent every {first.every} steps and then, by a policy that waits for all learners, "
+                    f"every {then.every}: some would wait for ever. Use the same number of steps, or fragments: 1."
+                )

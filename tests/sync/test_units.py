@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from moe_async.errors import SyncError
 from moe_async.ops.outer import Outer
 from moe_async.sync import presets
 from moe_async.sync.messages import Merge, UpdateHeader, UpdateId
-from moe_async.sync.settings import PolicyPlan
+from moe_async.sync.settings import PolicyPlan, SwitchWhen
 from moe_async.sync.syncer_policy import SyncerPolicy
 
 SGD = Outer("sgd", 0.1, 0.6)
@@ -49,3 +50,19 @@ def test_the_only_sender_has_left():
     policy.leave(0, 2.0)
     (merge,) = only(Merge, policy.tick(6.0))
     assert merge.weights == ((pytest.approx(1 / 3),),)
+
+
+# Plans
+
+
+def test_policies_that_cannot_follow_one_another_are_refused():
+    when = SwitchWhen(step=5)
+    with pytest.raises(SyncError, match=r"exchanges grad in 1 fragments .* by one that exchanges delta in 1"):
+        presets.switch(presets.bsp(SGD), presets.local_sgd(4), when)
+    with pytest.raises(SyncError, match=r"in 3 fragments .* in 2"):
+        presets.switch(presets.streaming_diloco(6, 3), presets.decoupled(6, 2), when)
+    with pytest.raises(SyncError, match="every 4 steps and then, by a policy that waits for all learners, every 6"):
+        presets.switch(presets.decoupled(4, 3), presets.streaming_diloco(6, 3), when)
+    # Lockstep learners hear of the change at the same step; one fragment is owed by all.
+    presets.switch(presets.streaming_diloco(6, 3), presets.decoupled(4, 3), when)
+    presets.switch(presets.decoupled(4), presets.local_sgd(6), when)
