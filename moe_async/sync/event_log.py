@@ -41,14 +41,14 @@ class EventLog:
     """Collects entries in memory and, where a path is given, in a file as they come.
 
     Args:
-        path: a file to append to; None: memory alone.
+        path: a file to append to; a line at its end that a crash cut short is removed. None: memory alone.
         keep: whether entries stay in memory.
     """
 
     def __init__(self, path: Path | None = None, keep: bool = True) -> None:
         self.entries: list[Entry] = []
         self._keep = keep
-        self._file: TextIO | None = None if path is None else path.open("a")
+        self._file: TextIO | None = None if path is None else _open(path)
 
     def add(self, entry: Entry) -> None:
         """Append an entry; it has left this process when the call returns, so a killed process loses none."""
@@ -82,19 +82,24 @@ class EventLog:
             self._file.close()
 
 
+def _open(path: Path) -> TextIO:
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a")
+
+
 def read_entries(path: Path) -> Iterator[Entry]:
     """Entries of a file; a last line that a crash cut short is left out.
 
     Raises:
-        SyncError: a line before the last one is not JSON.
+        SyncError: a line that has an end is not JSON.
     """
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, 1):
+    lines = path.read_text().split("\n")
+    for number, line in enumerate(lines[:-1], 1):
         try:
             entry = json.loads(line)
         except ValueError as error:
-            if number == len(lines):
-                return
             raise SyncError(f"line {number} of {path} is damaged ({error}); restore the file from a copy.") from error
         yield entry
 

@@ -7,6 +7,7 @@ import pytest
 from moe_async.errors import SyncError
 from moe_async.ops.outer import Outer
 from moe_async.sync import presets
+from moe_async.sync.event_log import EventLog, read_entries
 from moe_async.sync.messages import Merge, UpdateHeader, UpdateId
 from moe_async.sync.settings import PolicyPlan, SwitchWhen
 from moe_async.sync.syncer_policy import SyncerPolicy
@@ -66,3 +67,36 @@ def test_policies_that_cannot_follow_one_another_are_refused():
     # Lockstep learners hear of the change at the same step; one fragment is owed by all.
     presets.switch(presets.streaming_diloco(6, 3), presets.decoupled(4, 3), when)
     presets.switch(presets.decoupled(4), presets.local_sgd(6), when)
+
+
+# Event log
+
+
+def test_the_log_survives_a_crash_within_a_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.end(0, 0, 3, 1.5)
+    log.end(1, 0, 4, 2.5)
+    log.close()
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        assert list(read_entries(path)) == log.entries[: (size >= first) + (size == len(whole))]
+        # Whoever goes on writing does not continue the line that was cut.
+        again = EventLog(path, keep=False)
+        again.end(2, 0, 5, 3.5)
+        again.close()
+        found = list(read_entries(path))
+        assert [entry["learner"] for entry in found] == [0, 1][: len(found) - 1] + [2] and not again.entries
+        assert len(found) == 1 + (size >= first) + (size == len(whole))
+
+
+@pytest.mark.parametrize("line", [0, 1])
+def test_a_damaged_line_is_an_error(tmp_path, line):
+    path = tmp_path / "events.jsonl"
+    lines = ['{"event": "end"}', '{"event": "end"}']
+    lines[line] = '{"event": "en'
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(SyncError, match=rf"line {line + 1} of .*events.jsonl is damaged \(.*restore the file"):
+        list(read_entries(path))
