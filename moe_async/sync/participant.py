@@ -129,6 +129,28 @@ class Participant:
         headers = self.sync.last_updates() if last else self.sync.due_updates()
         return [(header, self._contribution(header)) for header in headers]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything besides the model and the state of ``sync`` that later calls depend on, by name."""
+        views = {
+            f"view/{number}/{name}": tensor
+            for number, view in self.views.items()
+            for name, tensor in view.tensors().items()
+        }
+        return views | {f"inbox/{fragment}/{version}": value for (fragment, version), value in self._values.items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for number, view in self.views.items():
+            prefix = f"view/{number}/"
+            view.load_tensors(
+                {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            )
+        self._values = {}
+        for name, tensor in tensors.items():
+            if name.startswith("inbox/"):
+                _, fragment, version = name.split("/")
+                self._values[int(fragment), int(version)] = tensor.clone()
+
     def _contribution(self, header: UpdateHeader) -> Tensor:
         fragment = header.id.fragment
         if self.sync.contribution == "grad":
