@@ -96,7 +96,8 @@ class Merger:
                 for update, staleness in zip(decision.updates, decision.staleness, strict=True):
                     self.staleness.add_update(update.learner, *staleness)
             elif isinstance(decision, Discard):
-                self.staleness.add_discard(decision.update.learner)
+                if not decision.repeated:
+                    self.staleness.add_discard(decision.update.learner)
                 if decision.update not in self.syncer.pending():
                     self._payloads.pop(decision.update, None)
             elif isinstance(decision, Welcome):

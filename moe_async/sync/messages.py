@@ -98,10 +98,17 @@ class Merge:
 
 @dataclass(frozen=True)
 class Discard:
-    """An update that is not merged, and why."""
+    """An update that is not merged, and why.
+
+    Attributes:
+        update: which one.
+        reason: in words.
+        repeated: it came before, and what was decided then holds; only this copy is dropped.
+    """
 
     update: UpdateId
     reason: str
+    repeated: bool = False
 
 
 @dataclass(frozen=True)

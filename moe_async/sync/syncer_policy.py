@@ -159,7 +159,7 @@ class SyncerPolicy:
             return [Discard(header.id, "its sender is no member")]
         incarnation, sequence = self._received.get(key, (header.id.incarnation, -1))
         if incarnation == header.id.incarnation and header.id.sequence <= sequence:
-            repeated: list[Decision] = [Discard(header.id, "came before")]
+            repeated: list[Decision] = [Discard(header.id, "came before", repeated=True)]
             if self._settled_sequence(*key) >= header.id.sequence and header.id.learner not in self._held:
                 repeated.append(self._publication(*key))
             return repeated
