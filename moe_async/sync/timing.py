@@ -133,7 +133,7 @@ class Failure:
         learner: who.
         at: seconds; what it had sent by then arrives.
         back: seconds until it asks to join again; None: it stays away.
-        noticed: seconds until the syncer counts it out.
+        noticed: seconds until the syncer counts it out. Neither happens before the last of what it had sent has come.
     """
 
     learner: int

@@ -295,9 +295,10 @@ class VirtualRun:
             self.figures[failure.learner].away += self.now - gone
             self._join(failure.learner, life.incarnation + 1)
 
-        self._at(self.now + failure.noticed, _FAULT, failure.learner, 0, leave)
+        drained = self._passage(failure.learner, True, self._links.to_syncer(failure.learner), 0)
+        self._at(max(self.now + failure.noticed, drained), _FAULT, failure.learner, 0, leave)
         if failure.back is not None:
-            self._at(self.now + failure.back, _FAULT, failure.learner, 1, back)
+            self._at(max(self.now + failure.back, drained), _FAULT, failure.learner, 1, back)
 
     def _join(self, learner: int, incarnation: int) -> None:
         fragments = {fragment.number for group in self.groups for fragment in group.fragments}
