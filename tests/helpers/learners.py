@@ -114,9 +114,11 @@ class VectorModel:
 
 @dataclass
 class Noted(Trace):
-    """What the reference notes, and when each version was made."""
+    """What the reference notes, when each version was made, the shared vector after each merge, and the models."""
 
     merged: dict[tuple[int, int], float] = field(default_factory=dict)
+    path: list[Tensor] = field(default_factory=list)
+    models: dict[tuple[int, int], VectorModel] = field(default_factory=dict)
 
 
 def virtual(
@@ -126,20 +128,38 @@ def virtual(
     units: Mapping[int, Sequence[slice]] | None = None,
     failures: Sequence[Failure] = (),
     observe: Callable[[float, int, object], None] | None = None,
+    kind: type[VectorModel] = VectorModel,
+    **options,
 ) -> tuple[VirtualRun, Noted]:
     """Run a problem under the virtual clock and note what the reference notes."""
+    run, trace = prepared(problem, plan, pieces, units, failures, observe, kind, **options)
+    run.run()
+    trace.ended = {learner: trace.models[learner, life].theta.clone() for learner, life in sorted(trace.models)}
+    return run, trace
+
+
+def prepared(
+    problem: Problem,
+    plan: PolicySettings | PolicyPlan,
+    pieces: Sequence[slice] | None = None,
+    units: Mapping[int, Sequence[slice]] | None = None,
+    failures: Sequence[Failure] = (),
+    observe: Callable[[float, int, object], None] | None = None,
+    kind: type[VectorModel] = VectorModel,
+    **options,
+) -> tuple[VirtualRun, Noted]:
+    """A run that is about to begin; ``options`` are those of `VirtualRun`."""
     pieces = pieces or [slice(0, len(problem.initial))]
     groups = [group(plan, pieces, units)]
     sends = groups[0].plan.phases[0].contribution == "grad"
     trace = Noted()
-    models: dict[int, VectorModel] = {}
 
     def make_model(learner: int, incarnation: int, clock: int) -> VectorModel:
-        models[learner] = VectorModel(problem, learner, pieces, sends)
-        return models[learner]
+        trace.models[learner, incarnation] = kind(problem, learner, pieces, sends)
+        return trace.models[learner, incarnation]
 
     def watch(time: float, learner: int, participant) -> None:
-        trace.started[learner, participant.sync.clock + 1] = (time, models[learner].theta.clone())
+        trace.started[learner, participant.sync.clock + 1] = (time, participant.model.theta.clone())
         if observe is not None:
             observe(time, learner, participant)
 
@@ -157,12 +177,10 @@ def virtual(
             downs={learner: Link(latency=problem.down(learner)) for learner in range(problem.learners)},
         ),
         failures=failures,
-        log=EventLog(),
         observe=watch,
+        **{"log": EventLog(), **options},
     )  # fmt: skip
     note_versions(run, trace)
-    run.run()
-    trace.ended = {learner: model.theta.clone() for learner, model in models.items()}
     return run, trace
 
 
@@ -177,5 +195,6 @@ def note_versions(run: VirtualRun, trace: Noted) -> None:
             version = 1 + max(version for fragment, version in trace.shared if fragment == number)
             trace.shared[number, version] = shared.value_X.clone()
             trace.merged[number, version] = run.now
+            trace.path.append(torch.cat([run.merger.values[n].value_X for n in sorted(run.merger.values)]))
 
         shared.merge = noting
