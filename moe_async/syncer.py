@@ -58,7 +58,7 @@ def say(text: str) -> None:
 
 def report(server: MergingServer) -> None:
     """The closing table, and the run's summary.json."""
-    description = server.run_description
+    description = server.run
     if description is None or not server.reports:
         return
     learners = {str(learner): server.reports[learner].get("learner", {}) for learner in sorted(server.reports)}

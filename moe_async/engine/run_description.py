@@ -61,7 +61,6 @@ def describe_run(text: str, folder: Path | None = None) -> RunDescription:
         folder = new_run(Path(recipe.log.dir).expanduser(), recipe.name or "run").path
     folder.mkdir(parents=True, exist_ok=True)
     return RunDescription(
-        recipe=text,
         folder=folder,
         learners=recipe.sync.learners,
         num_experts=recipe.moe.num_experts if recipe.moe else 1,

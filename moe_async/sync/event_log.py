@@ -43,12 +43,13 @@ class EventLog:
     Args:
         path: a file to append to; a line at its end that a crash cut short is removed. None: memory alone.
         keep: whether entries stay in memory.
+        size: bytes of the file that are kept; None: all whole lines.
     """
 
-    def __init__(self, path: Path | None = None, keep: bool = True) -> None:
+    def __init__(self, path: Path | None = None, keep: bool = True, size: int | None = None) -> None:
         self.entries: list[Entry] = []
         self._keep = keep
-        self._file: TextIO | None = None if path is None else _open(path)
+        self._file: TextIO | None = None if path is None else _open(path, size)
 
     def add(self, entry: Entry) -> None:
         """Append an entry; it has left this process when the call returns, so a killed process loses none."""
@@ -76,16 +77,20 @@ class EventLog:
         """Append that a learner made its last step, or died after it."""
         self.add({"event": "end", "time": time, "learner": learner, "incarnation": incarnation, "clock": clock})
 
+    def size(self) -> int:
+        """Bytes written to the file so far; 0 without one."""
+        return 0 if self._file is None else self._file.tell()
+
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
-def _open(path: Path) -> TextIO:
+def _open(path: Path, size: int | None) -> TextIO:
     if path.exists():
         with path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+            file.truncate(file.read(size).rfind(b"\n") + 1)
     return path.open("a")
 
 

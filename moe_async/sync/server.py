@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -109,10 +110,8 @@ class MergingServer:
     def serve(self) -> None:
         """Serve until every learner that took part has finished and left, or `stop` is called."""
         while not self._stop.is_set() and not (self._finale and not self._lobby.seats):
-            try:
+            with suppress(queue.Empty):
                 self._events.get(timeout=self._patience())()
-            except queue.Empty:
-                pass
             if self.merger is not None:
                 self._tick(self.merger)
         self._lobby.close()
