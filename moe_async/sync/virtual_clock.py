@@ -295,7 +295,8 @@ class VirtualRun:
             self.figures[failure.learner].away += self.now - gone
             self._join(failure.learner, life.incarnation + 1)
 
-        drained = self._passage(failure.learner, True, self._links.to_syncer(failure.learner), 0)
+        link = self._links.to_syncer(failure.learner)
+        drained = self._free.get((failure.learner, True), 0.0) + link.latency
         self._at(max(self.now + failure.noticed, drained), _FAULT, failure.learner, 0, leave)
         if failure.back is not None:
             self._at(max(self.now + failure.back, drained), _FAULT, failure.learner, 1, back)
