@@ -36,10 +36,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Opening:
-    """A merge of ``updates`` (in the order of the sum) at time ``at``; it is due when that is not later than now."""
+    """A merge of ``updates`` at time ``at``; it is due when that is not later than now."""
 
     at: float
-    updates: tuple[Arrival, ...]
+    updates: Sequence[Arrival]
+
+    def in_order(self) -> list[UpdateHeader]:
+        """Floating-point sums depend on their order, so it is that of learners and never that of arrival."""
+        return sorted((arrival.header for arrival in self.updates), key=lambda header: header.id)
 
 
 def opening(
@@ -68,14 +72,14 @@ def _barrier(
     ):
         return None
     group = [arrival for arrival in pending if arrival.header.clock == clock]
-    return _ordered(group[-1].at, group)
+    return Opening(group[-1].at, group)
 
 
 def _first(
     gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
 ) -> Opening | None:
     wanted = min(gate.count, len(_at_work(pending, members)))
-    return _ordered(pending[-1].at, pending) if len(pending) >= wanted else None
+    return Opening(pending[-1].at, pending) if len(pending) >= wanted else None
 
 
 def _each(
@@ -87,13 +91,12 @@ def _each(
 def _quorum(
     gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
 ) -> Opening | None:
-    wanted = min(gate.count, len(_at_work(pending, members)))
-    there: set[int] = set()
-    for arrival in pending:
-        there.add(arrival.header.id.learner)
-        if len(there) >= wanted:
-            return _ordered(arrival.at + max(gate.grace, 0.0), pending)
-    return None
+    came = list({arrival.header.id.learner: arrival for arrival in reversed(pending)}.values())
+    wanted = gate.count if len(came) >= gate.count else min(gate.count, len(_at_work(pending, members)))
+    if len(came) < wanted:
+        return None
+    at = sorted(arrival.at for arrival in came)[wanted - 1]
+    return Opening(at + max(gate.grace, 0.0), pending)
 
 
 def _at_work(pending: Sequence[Arrival], members: Mapping[int, Member]) -> Collection[int]:
@@ -101,11 +104,6 @@ def _at_work(pending: Sequence[Arrival], members: Mapping[int, Member]) -> Colle
     return {arrival.header.id.learner for arrival in pending} | {
         learner for learner, member in members.items() if not member.final
     }
-
-
-def _ordered(at: float, arrivals: Sequence[Arrival]) -> Opening:
-    """Floating-point sums depend on their order, so it is that of learners and never that of arrival."""
-    return Opening(at, tuple(sorted(arrivals, key=lambda arrival: arrival.header.id)))
 
 
 Rule = Callable[[Gate, Sequence[Arrival], Mapping[int, Member], Mapping[int, int]], Opening | None]

@@ -182,7 +182,7 @@ class SyncerPolicy:
         return opening(self.settings.gate, self._pending[fragment], self.members, self._sent[fragment])
 
     def _merge(self, fragment: int, found: Opening) -> Iterator[Decision]:
-        headers = [arrival.header for arrival in found.updates]
+        headers = found.in_order()
         version = self.versions[fragment]
         # A sender that left before the merge still had its share in the work.
         latest = {header.id.learner: header.tokens for header in headers} | self._latest[fragment]
@@ -220,6 +220,8 @@ class SyncerPolicy:
 
     def _release(self) -> Iterator[Decision]:
         """Publications for the learners that the clock bound held back and that may go on."""
+        if not self._held:
+            return
         # Without a bound only those are held that another policy left here.
         bound = math.inf if self.settings.clock_bound is None else self.settings.clock_bound
         slowest = min((member.seen for member in self.members.values() if not member.final), default=None)
