@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_async.errors import SyncError
 from moe_async.ops.outer import Outer
 from moe_async.sync import presets
 from moe_async.sync.event_log import EventLog, read_entries
+from moe_async.sync.learner_policy import Position
 from moe_async.sync.messages import Merge, UpdateHeader, UpdateId
 from moe_async.sync.settings import PolicyPlan, SwitchWhen
 from moe_async.sync.syncer_policy import SyncerPolicy
+from tests.helpers.schedules import cases
 
 SGD = Outer("sgd", 0.1, 0.6)
 
@@ -88,7 +94,7 @@ def test_the_log_survives_a_crash_within_a_line(tmp_path):
         again.end(2, 0, 5, 3.5)
         again.close()
         found = list(read_entries(path))
-        assert [entry["learner"] for entry in found] == [0, 1][: len(found) - 1] + [2] and not again.entries
+        assert [entry["learner"] for entry in found] == [*[0, 1][: len(found) - 1], 2] and not again.entries
         assert len(found) == 1 + (size >= first) + (size == len(whole))
 
 
@@ -100,3 +106,34 @@ def test_a_damaged_line_is_an_error(tmp_path, line):
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(SyncError, match=rf"line {line + 1} of .*events.jsonl is damaged \(.*restore the file"):
         list(read_entries(path))
+
+
+# Position
+
+
+def test_a_position_follows_the_news_and_never_goes_back():
+    position = Position(0.0, 0)
+    assert [position.at(clock) for clock in (0, 1, 2)] == [0.0, 1.0, 2.0]
+    # The others were slower: after 2 of its own steps the mean was 1, and it is 2 now that it has made 3.
+    position.hear(1.0, 2, 3)
+    assert [position.at(clock) for clock in (3, 4, 5, 6)] == [3.0, 3.0, 4.0, 5.0]
+    # They were faster.
+    position.hear(9.0, 4, 6)
+    assert [position.at(clock) for clock in (6, 7)] == [11.0, 12.0]
+    position.hear(9.5, 6, 7)
+    assert [position.at(clock) for clock in (7, 8, 9)] == [12.0, 12.0, 12.5]
+    assert Position(**asdict(position)).at(9) == 12.5
+
+
+@given(news=st.lists(st.tuples(st.floats(0, 50), st.integers(0, 9), st.integers(0, 3)), max_size=20))
+@cases(50)
+def test_a_position_is_monotone(news):
+    position, clock, last = Position(0.0, 0), 0, 0.0
+    for progress, behind, steps in news:
+        for _ in range(steps):
+            clock += 1
+            assert position.at(clock) >= last
+            last = position.at(clock)
+        position.hear(progress, max(clock - behind, 0), clock)
+        assert position.at(clock) >= last
+        last = position.at(clock)
