@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from collections import Counter
+from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_async.errors import SyncError
 from moe_async.ops.outer import Outer
 from moe_async.sync import presets
+from moe_async.sync.arithmetic import LocalView
+from moe_async.sync.combine import combine_weights
 from moe_async.sync.event_log import EventLog, read_entries
+from moe_async.sync.fragments import Key, cut
+from moe_async.sync.gates import Arrival, Member, Opening, opening
 from moe_async.sync.learner_policy import Position
-from moe_async.sync.messages import Merge, UpdateHeader, UpdateId
-from moe_async.sync.settings import PolicyPlan, SwitchWhen
+from moe_async.sync.messages import Discard, Merge, Publication, Switch, UpdateHeader, UpdateId
+from moe_async.sync.settings import Combine, Gate, PolicyPlan, PolicySettings, SwitchWhen
+from moe_async.sync.staleness import StalenessTally, quantile
 from moe_async.sync.syncer_policy import SyncerPolicy
-from tests.helpers.schedules import cases
-
-SGD = Outer("sgd", 0.1, 0.6)
+from tests.helpers.schedules import PLANS, SGD, cases
 
 
 def header(learner, clock=1, sequence=0, *, base=0, incarnation=0, fragment=0, tokens=(10,), final=False, loss=0.0):
@@ -137,3 +144,378 @@ def test_a_position_is_monotone(news):
         position.hear(progress, max(clock - behind, 0), clock)
         assert position.at(clock) >= last
         last = position.at(clock)
+
+
+# Gates
+
+
+def arrival(learner, at, clock=1, **rest):
+    return Arrival(header(learner, clock, **rest), at)
+
+
+def members(count=3, **changes):
+    """Learners of life 0 that began at 0; ``changes`` of one are given as ``_0={...}``."""
+    return {n: Member(0, **changes.get(f"_{n}", {})) for n in range(count)}
+
+
+def opened(gate, pending, who=None, sent=None):
+    """Time of the opening and learners in it; ``sent`` follows from what is pending where nothing else is said."""
+    latest = {one.header.id.learner: one.header.clock for one in pending}
+    found = opening(gate, pending, members() if who is None else who, latest if sent is None else sent)
+    return None if found is None else (found.at, [one.id.learner for one in found.in_order()])
+
+
+@pytest.mark.parametrize("kind", ["barrier", "first", "each", "quorum"])
+def test_no_gate_opens_without_updates(kind):
+    assert opening(Gate(kind), [], members(), {}) is None
+    assert opening(Gate(kind), [], {}, {}) is None
+
+
+def test_a_barrier_waits_for_all_of_one_number_of_steps():
+    gate, pending = Gate(), [arrival(2, 1.0), arrival(0, 2.0), arrival(2, 2.5, 2, sequence=1)]
+    assert opened(gate, pending) is None
+    pending.append(arrival(1, 3.0))
+    assert opened(gate, pending) == (3.0, [0, 1, 2])
+
+
+def test_whom_a_barrier_does_not_wait_for():
+    gate, pending = Gate(), [arrival(2, 1.0, 5), arrival(0, 2.0, 5)]
+    sent = {0: 5, 2: 5}
+    assert opened(gate, pending, sent=sent) is None
+    assert opened(gate, pending, sent={**sent, 1: 4}) is None
+    # It has sent of a later step, it began there, it stopped before, it is gone.
+    assert opened(gate, pending, sent={**sent, 1: 6}) == (2.0, [0, 2])
+    assert opened(gate, pending, members(_1={"joined_clock": 5, "seen": 5}), sent) == (2.0, [0, 2])
+    assert opened(gate, pending, members(_1={"joined_clock": 4, "seen": 4}), sent) is None
+    assert opened(gate, pending, members(_1={"seen": 4, "final": True}), sent) == (2.0, [0, 2])
+    assert opened(gate, pending, members(_1={"seen": 5, "final": True}), sent) is None, "its update is on its way"
+    assert opened(gate, pending, {0: Member(0), 2: Member(0)}, sent) == (2.0, [0, 2])
+    assert opened(gate, pending, {}, {}) == (2.0, [0, 2])
+    # What a former life sent does not stand for this one.
+    assert opened(gate, pending, {0: Member(0), 2: Member(1, joined_clock=4, seen=4)}, {0: 5}) is None
+
+
+def test_the_first_ones_open():
+    gate = Gate("first", 2)
+    assert opened(gate, [arrival(2, 1.0)]) is None
+    assert opened(gate, [arrival(2, 1.0), arrival(1, 4.0)]) == (4.0, [1, 2])
+    # No more than there are at work.
+    final = {"final": True}
+    assert opened(gate, [arrival(2, 1.0)], members(_0=final, _1=final)) == (1.0, [2])
+    assert opened(gate, [arrival(2, 1.0)], members(_0=final)) is None
+    assert opened(gate, [arrival(2, 1.0)], members(_2=final, _1=final)) is None, "0 is still at work"
+
+
+def test_each_opens_by_itself():
+    assert opened(Gate("each", 7, 3.0), [arrival(2, 1.0), arrival(1, 4.0)]) == (1.0, [2])
+
+
+@pytest.mark.parametrize(("grace", "wait"), [(0.0, 0.0), (-3.0, 0.0), (1.5, 1.5)])
+def test_a_quorum_counts_learners_and_then_waits(grace, wait):
+    gate = Gate("quorum", 2, grace)
+    pending = [arrival(2, 1.0), arrival(2, 2.0, 2, sequence=1)]
+    assert opened(gate, pending) is None
+    pending.append(arrival(0, 4.0))
+    assert opened(gate, pending) == (4.0 + wait, [0, 2, 2])
+    pending.append(arrival(1, 5.0))
+    assert opened(gate, pending) == (4.0 + wait, [0, 1, 2, 2]), "the second learner counts, not the last"
+    final = {"final": True}
+    assert opened(gate, pending[:2], members(_0=final, _1=final)) == (1.0 + wait, [2, 2])
+    assert opened(gate, pending[:2], members(_0=final)) is None
+
+
+def test_updates_of_one_learner_are_merged_in_order():
+    came = [{"sequence": 2}, {"sequence": 1}]
+    found = Opening(
+        0.0,
+        [
+            arrival(1, 0.0, **came[0]),
+            arrival(0, 0.0, incarnation=1),
+            arrival(1, 0.0, **came[1]),
+            arrival(0, 0.0, sequence=5),
+        ],
+    )
+    ids = [one.id for one in found.in_order()]
+    assert [(one.learner, one.incarnation, one.sequence) for one in ids] == [(0, 0, 5), (0, 1, 0), (1, 0, 1), (1, 0, 2)]
+
+
+# Combining by hand
+
+
+def weights(combine, updates, version=0, latest=None, count=3):
+    latest = latest if latest is not None else {update.id.learner: update.tokens for update in updates}
+    return combine_weights(combine, updates, version, latest, count)
+
+
+UPDATES = [header(0, tokens=(30, 0, 5), base=4), header(1, tokens=(10, 0, 0), base=2)]
+
+
+def test_factors_over_arrived():
+    assert weights(Combine(), UPDATES) == ((0.5, 0.0, 1.0), (0.5, 0.0, 0.0))
+    assert weights(Combine("tokens"), UPDATES) == ((0.75, 0.0, 1.0), (0.25, 0.0, 0.0))
+    # Version 5: 0 lags 1 and counts 1 / (1 + 0.5), 1 lags 3 and counts 1 / (1 + 1.5).
+    found = weights(Combine("tokens", discount=0.5), UPDATES, version=5)
+    total = 30 / 1.5 + 10 / 2.5
+    assert found[0] == pytest.approx((20 / total, 0.0, 1.0)) and found[1] == pytest.approx((4 / total, 0.0, 0.0))
+
+
+def test_factors_over_members():
+    # A third one has not been heard of: it counts as the mean of the others, zeros included.
+    assert weights(Combine("equal", "members"), UPDATES)[0] == pytest.approx((1 / 3, 0.0, 1 / 1.5))
+    assert weights(Combine("tokens", "members"), UPDATES)[0] == pytest.approx((30 / 60, 0.0, 5 / 7.5))
+    latest = {0: (30, 0, 5), 1: (10, 0, 0), 2: (40, 8, 0)}
+    assert weights(Combine("tokens", "members"), UPDATES, latest=latest) == ((30 / 80, 0.0, 1.0), (10 / 80, 0.0, 0.0))
+    # The discount is not made up for by the others.
+    found = weights(Combine("equal", "members", 1.0), UPDATES, version=5, latest=latest)
+    assert found[0] == pytest.approx((1 / 2 / 3, 0.0, 1 / 2)) and found[1] == pytest.approx((1 / 4 / 3, 0.0, 0.0))
+
+
+def test_a_lag_below_zero_is_none():
+    assert weights(Combine(discount=9.0), [header(0, base=7)], version=5) == ((1.0,),)
+
+
+@given(
+    tokens=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=4),
+    weight=st.sampled_from(["equal", "tokens"]),
+    discount=st.sampled_from([0.0, 0.7]),
+)
+@cases(60)
+def test_sums_of_factors(tokens, weight, discount):
+    """Over arrived they are 1 in each unit that has tokens; over members no more than that, and the same in whatever
+    groups updates come."""
+    updates = [header(n, tokens=tuple(row), base=n) for n, row in enumerate(tokens)]
+    arrived = weights(Combine(weight, "arrived", discount), updates, 4)
+    over = weights(Combine(weight, "members", discount), updates, 4, count=6)
+    latest = {update.id.learner: update.tokens for update in updates}
+    alone = [weights(Combine(weight, "members", discount), [update], 4, latest, 6)[0] for update in updates]
+    for unit in range(3):
+        seen = any(row[unit] for row in tokens)
+        assert sum(row[unit] for row in arrived) == pytest.approx(1.0 if seen else 0.0)
+        assert sum(row[unit] for row in over) <= 1 + 1e-12
+        assert all(not row[unit] for row, counts in zip([*arrived, *over], tokens * 2, strict=True) if not counts[unit])
+    assert [pytest.approx(row) for row in alone] == list(over)
+
+
+# Settings
+
+
+def test_when_fragments_are_due():
+    settings = PolicySettings(every=6, fragments=3)
+    due = {n: [clock for clock in range(13) if settings.due(n, clock)] for n in range(3)}
+    assert due == {0: [6, 12], 1: [2, 8], 2: [4, 10]}
+    assert [clock for clock in range(4) if PolicySettings().due(0, clock)] == [1, 2, 3]
+    # More fragments than steps: several at one step.
+    crowded = PolicySettings(every=2, fragments=4)
+    assert [[n for n in range(4) if crowded.due(n, clock)] for clock in (1, 2, 3)] == [[2, 3], [0, 1], [2, 3]]
+
+
+def test_settings_that_would_wait_for_ever_are_refused():
+    with pytest.raises(SyncError, match=r"ahead is 0 with 3 fragments and a quorum of 2: .* Use ahead: 1 or more"):
+        presets.decoupled(4, 3, 2, ahead=0)
+    for allowed in ((4, 3, 1, 0), (4, 1, 2, 0), (4, 3, 2, 1)):
+        every, fragments, quorum, ahead = allowed
+        presets.decoupled(every, fragments, quorum, ahead=ahead)
+
+
+def test_an_overlap_lasts_less_than_a_period():
+    with pytest.raises(SyncError, match=r"overlap is 4 but .* every 4 steps, .* Use overlap: 3 at most"):
+        presets.streaming_diloco(4, 2, 4)
+    with pytest.raises(SyncError, match="overlap is -1"):
+        presets.streaming_diloco(4, 2, -1)
+    presets.streaming_diloco(4, 2, 3)
+
+
+def test_what_policies_say_of_themselves():
+    asynchronous = {name: plan.asynchronous for name, (plan, _) in PLANS.items() if isinstance(plan, PolicySettings)}
+    assert [name for name, value in asynchronous.items() if not value] == [
+        "bsp", "ssp by clock", "local_sgd", "local_sgd by tokens", "diloco", "streaming_diloco",
+    ]  # fmt: skip
+    waiting = {name: plan.waits for name, (plan, _) in PLANS.items() if isinstance(plan, PolicySettings)}
+    assert all(value is not name.startswith("decoupled") for name, value in waiting.items())
+
+
+def test_presets_are_their_parts():
+    outer = Outer("nesterov", 0.7, 0.9)
+    assert presets.bsp(SGD) == PolicySettings("grad", max_lag=0, outer=SGD)
+    assert presets.diloco(7) == PolicySettings(every=7, outer=outer)
+    assert presets.local_sgd(7, "tokens") == PolicySettings(every=7, combine=Combine("tokens"))
+    assert presets.delayed_nesterov(7, 3).outer == Outer("delayed_nesterov", 0.7, 0.9, 3, 0.0)
+    assert presets.ssp(SGD, 2, discount=0.5).combine == Combine("equal", "members", 0.5)
+    assert presets.asp(SGD, 0.5, 3) == replace(presets.ssp(SGD, 9, discount=0.5), clock_bound=None, max_lag=3)
+    streaming = presets.streaming_diloco(7, 2)
+    assert (streaming.overlap, streaming.mix, streaming.shares_merge, streaming.outer) == (0, 0.5, True, outer)
+    decoupled = presets.decoupled(7)
+    assert decoupled.combine == Combine("tokens", "members") and decoupled.gate == Gate("quorum", 1, 0.0)
+    assert (decoupled.overlap, decoupled.ahead, decoupled.mix, decoupled.shares_merge) == (None, 4, None, True)
+    assert decoupled.outer == Outer() and presets.decoupled(7, outer=outer).outer == outer
+
+
+# Switches of the syncer's policy
+
+
+def test_a_plateau_starts_anew_with_every_improvement():
+    policy = policy_of(
+        presets.switch(presets.asp(SGD), presets.bsp(SGD), SwitchWhen(plateau=2, improvement=0.5)), learners=1
+    )
+    phases = []
+    for clock, loss in enumerate([5.0, 4.75, 4.25, 4.0, 3.75, 3.5, 3.0, 2.0], 1):
+        policy.arrive(header(0, clock, clock - 1, base=clock - 1, loss=loss), float(clock))
+        phases.append(policy.phase)
+    # 4.75 is not 0.5 better than 5, but 4.25 is; 4 and 3.75, exactly 0.5 better, are not better than that by more.
+    assert phases == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_step_changes_the_policy_at_the_merge_that_reaches_it():
+    policy = policy_of(presets.switch(presets.asp(SGD), presets.bsp(SGD), SwitchWhen(step=1.5)), learners=2)
+    assert not only(Switch, policy.arrive(header(0, 1), 1.0)) and policy.progress == 0.5
+    assert not only(Switch, policy.arrive(header(1, 1), 1.0)) and policy.progress == 1.0
+    decisions = policy.arrive(header(0, 2, 1, base=2), 2.0)
+    assert [type(decision) for decision in decisions] == [Merge, Switch, Publication]
+    assert decisions[0].phase == 0 and decisions[1] == Switch((0,), 1, 1.5) and decisions[2].phase == 1
+    assert policy.settings == presets.bsp(SGD)
+
+
+# Publications, and updates that come again
+
+
+def test_who_gets_what_is_merged():
+    policy = policy_of(presets.asp(SGD))
+    assert [p.learner for p in only(Publication, policy.arrive(header(1), 1.0))] == [1]
+    policy = policy_of(presets.decoupled(1))
+    (mine, yours, theirs) = only(Publication, policy.arrive(header(1), 1.0))
+    assert [p.learner for p in (mine, yours, theirs)] == [0, 1, 2] and yours.settled == 0 and mine.settled == -1
+    assert (yours.version, yours.seen, mine.seen, yours.progress) == (1, 1, 0, 1 / 3)
+
+
+def test_an_update_that_lags_too_far_is_answered_with_the_newest_value():
+    policy = policy_of(presets.asp(SGD, max_lag=1))
+    policy.arrive(header(0, 1, 0), 1.0)
+    policy.arrive(header(0, 2, 1, base=1), 2.0)
+    discard, publication = policy.arrive(header(1, base=0), 3.0)
+    assert discard == Discard(header(1).id, "lags 2 versions behind, more than 1")
+    assert (publication.learner, publication.version, publication.settled) == (1, 2, 0)
+    assert len(only(Merge, policy.arrive(header(2, base=1), 4.0))) == 1, "a lag of 1 is allowed"
+
+
+def test_updates_of_former_lives_and_strangers_are_dropped():
+    policy = policy_of(presets.asp(SGD))
+    policy.leave(0, 1.0)
+    assert policy.arrive(header(0), 2.0) == [Discard(header(0).id, "its sender is no member")]
+    policy.join(0, 1, 5, 3.0)
+    assert policy.arrive(header(0, 9), 4.0) == [Discard(header(0).id, "its sender is no member")]
+    assert only(Merge, policy.arrive(header(0, 6, incarnation=1), 5.0))
+    assert policy.arrive(header(7), 5.0) == [Discard(header(7).id, "its sender is no member")]
+    # Nothing of this moved the run on.
+    assert policy.progress == 6 / 3 and policy.versions == {0: 1}
+
+
+def test_a_repeated_update_is_answered_once_more_when_it_is_settled():
+    policy = policy_of(presets.bsp(SGD), learners=2)
+    policy.arrive(header(0), 1.0)
+    assert policy.arrive(header(0), 2.0) == [Discard(header(0).id, "came before", True)], "it waits"
+    policy.arrive(header(1), 3.0)
+    discard, publication = policy.arrive(header(0), 4.0)
+    assert discard.repeated and (publication.version, publication.settled, publication.learner) == (1, 0, 0)
+
+
+def test_a_repeated_update_does_not_release_who_is_held():
+    policy = policy_of(presets.ssp(SGD, 0), learners=2)
+    assert not only(Publication, policy.arrive(header(0), 1.0))
+    assert not only(Publication, policy.arrive(header(0), 2.0))
+    assert [p.learner for p in only(Publication, policy.arrive(header(1), 3.0))] == [0, 1]
+    assert [p.learner for p in only(Publication, policy.arrive(header(0), 4.0))] == [0]
+
+
+def test_leaving_and_finishing_open_what_waited_for_it():
+    for gone in (SyncerPolicy.leave, SyncerPolicy.finish):
+        policy = policy_of(presets.local_sgd(1))
+        policy.arrive(header(0), 1.0)
+        policy.arrive(header(1), 2.0)
+        (merge,) = only(Merge, gone(policy, 2, 3.0))
+        assert [update.learner for update in merge.updates] == [0, 1]
+        assert gone(policy, 9, 4.0) == []
+
+
+def test_the_timer_of_a_grace_window():
+    policy = policy_of(presets.decoupled(1, quorum=2, grace=1.5))
+    assert policy.due() is None
+    policy.arrive(header(0), 1.0)
+    assert policy.due() is None
+    policy.arrive(header(1), 2.0)
+    assert policy.due() == 3.5 and not policy.tick(3.4)
+    policy.arrive(header(2), 3.4)
+    assert policy.due() == 3.5 and len(only(Merge, policy.tick(3.5))[0].updates) == 3
+    assert policy.due() is None
+
+
+# Quantiles
+
+
+def test_quantiles_by_hand():
+    counts = Counter({0: 1, 3: 2, 9: 1})
+    assert [quantile(counts, share) for share in (0.0, 0.25, 0.26, 0.5, 0.75, 0.76, 1.0)] == [0, 0, 3, 3, 3, 9, 9]
+    with pytest.raises(ValueError, match="no observations"):
+        quantile(Counter(), 0.5)
+
+
+def test_quantiles_are_exact_for_every_number_of_observations():
+    # 0.95 * n is not exact in floating point; the place in the order is.
+    for total in range(1, 1200):
+        counts = Counter(range(1, total + 1))
+        assert quantile(counts, 0.95) == -(-95 * total // 100), total
+        assert quantile(counts, 0.5) == -(-total // 2), total
+
+
+def test_a_tally_by_learner():
+    tally = StalenessTally()
+    for gap, lag, drift in ((0, 2, 4), (1, 2, 4), (5, 0, 4)):
+        tally.add_update(3, gap, lag, drift)
+    tally.add_age(3, 2)
+    tally.add_discard(4)
+    assert tally.summary(3) == {
+        "clock_gap": {"median": 1, "p95": 5, "max": 5}, "version_lag": {"median": 2, "p95": 2, "max": 2},
+        "data_age": {"median": 2, "p95": 2, "max": 2}, "drift": {"median": 4, "p95": 4, "max": 4},
+    }  # fmt: skip
+    assert set(tally.summary(4).values()) == {None} and tally.discards == {4: 1}
+    again = StalenessTally()
+    again.load_state_dict(json.loads(json.dumps(tally.state_dict())))
+    assert again == tally
+
+
+# Fragments
+
+
+def test_cutting_by_hand():
+    keys = [Key("a", 4), Key("b.0", 3, "e0"), Key("b.1", 3, "e1"), Key("c.0", 2, "e0"), Key("d", 1), Key("f", 0)]
+    # Largest first: e0 (5) to 0, a (4) to 1, e1 (3) to 1 (4 < 5), d (1) to 0, f to 0 (6 < 7).
+    first, second = cut(keys, 2)
+    names = [{unit.expert: [key.name for key in unit.keys] for unit in part.units} for part in (first, second)]
+    assert names == [{"": ["d", "f"], "e0": ["b.0", "c.0"]}, {"": ["a"], "e1": ["b.1"]}]
+    assert (first.unit_sizes, first.elements, second.number) == ([1, 5], 6, 1)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 4])
+def test_there_are_no_more_fragments_than_parts(count):
+    keys = [Key("a", 4), Key("b.0", 3, "e0"), Key("c.0", 2, "e0"), Key("d", 1)]
+    with pytest.raises(SyncError, match=rf"{count} fragments were asked for, but there are 3 .* use 1 to 3 fragments"):
+        cut(keys, count)
+    assert len(cut(keys, 3)) == 3
+
+
+# Views of a fragment
+
+
+def test_a_view_by_hand():
+    """Learnt 3 and sent it, learnt 1 since; the shared value moved by 5 with the update in it: 1 stays on top."""
+    float64 = partial(torch.tensor, dtype=torch.float64)
+    view = LocalView(float64([10.0, 10.0]), [1, 1])
+    assert view.contribute(float64([7.0, 4.0]), 0, [5, 0]).tolist() == [3.0, 0.0], "no tokens, nothing sent"
+    local = float64([6.0, 4.0])
+    # Not settled yet: the shared value has not got the 3, so the learner keeps it, and the 6 of the other unit as well.
+    local = view.take(local, float64([12.0, 10.0]), -1, None)
+    assert local.tolist() == [8.0, 4.0] and view.anchor_X.tolist() == [9.0, 10.0] and len(view.in_flight) == 1
+    local = view.take(local, float64([5.0, 11.0]), 0, None)
+    assert local.tolist() == [4.0, 5.0] and view.in_flight == []
+    assert view.contribute(local, 1, [1, 1]).tolist() == [1.0, 6.0]
+    mixed = view.take(float64([4.0, 8.0]), float64([8.0, 0.0]), 1, 0.25)
+    assert mixed.tolist() == [7.0, 2.0] and view.anchor_X.tolist() == [8.0, 0.0]
