@@ -54,8 +54,8 @@ def test_the_schedule_scales_the_rate_and_not_the_velocity():
 
 def test_delayed_nesterov_at_once():
     # The first of two directions moves the value by d / 2 / 4; after the second v = 0.5 v + (d1 + d2) / 2 = [6, 0], and
-    # the value moves by (d / 2 + 0.5 v) / 4 = [5, 2] / 4. Then by [-8, 0] / 4, and with v = [3, 0] + [-7, 1] = [-4, 1] by
-    # ([1, 1] + [-2, 0.5]) / 4.
+    # the value moves by (d / 2 + 0.5 v) / 4 = [5, 2] / 4. Then by [-8, 0] / 4, and with v = [3, 0] + [-7, 1] = [-4, 1]
+    # by ([1, 1] + [-2, 0.5]) / 4.
     state = {}
     found = values_after(Outer("delayed_nesterov", 0.25, 0.5, 2), state=state)
     assert found == [[9.0, 20.5], [7.75, 20.0], [9.75, 20.0], [10.0, 19.625]]
