@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,9 @@ from moe_async.recipe import Recipe, load_recipe
 
 STOP_SECONDS = 60.0
 """For so long processes that were told to stop may save what they have; then they are killed."""
+
+_CHATTER = re.compile(r"\[[-0-9: ,]+\] \[(INFO|WARNING)\] \[(real_accelerator|runner|launch)\.py:")
+"""What DeepSpeed's launcher says of itself, once for each learner."""
 
 START_SECONDS = 60.0
 """For so long the syncer may take until it listens."""
@@ -123,6 +127,8 @@ class Run:
         for line in lines:
             if name == "syncer" and line.startswith("listening on"):
                 self._listening.set()
+            if _CHATTER.match(line):
+                continue
             # The syncer's closing table is the run's.
             prefix = "" if name == "syncer" else f"[{name}] "
             with self._lock:

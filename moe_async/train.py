@@ -213,7 +213,9 @@ class Session:
         trigram = TrigramModel.count(self.corpus.train, self.tokenizer.vocab_size).bits_per_byte(self.corpus)
         summary = build_summary(self.trainer, trigram, time.time() - self.began, self.first_step.seconds)
         self._write_summary(summary)
-        self.say("\n" + format_summary(summary) + "\n")
+        if self.seat is None:
+            # The table of a run with several learners is the syncer's.
+            self.say("\n" + format_summary(summary) + "\n")
         summary["samples"] = self._samples()
         summary["seconds"] = time.time() - self.began
         self._write_summary(summary)

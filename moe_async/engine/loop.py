@@ -95,17 +95,15 @@ class Trainer:
             record = self._step()
             if self.done:
                 # Before the hooks, which evaluate and save what the run ends with.
-                self._drain()
-                if self.exchange is not None:
-                    self.exchange.finish()
+                self._close()
             in_a_row = in_a_row + 1 if record.report.left_out or not record.report.applied else 0
             for hook in self.hooks:
                 hook.on_step(self, record)
             if in_a_row == self.recipe.train.max_bad_steps:
                 self._give_up(record)
         if self.done:
-            # Where a resumed run has no step left.
-            self._drain()
+            # Where there was no step left to make.
+            self._close()
         for hook in self.hooks:
             hook.on_end(self)
         return self.done
@@ -123,6 +121,12 @@ class Trainer:
         """Whether the run has come to its last step; with other learners, the mean of their steps counts."""
         place = self.engine.global_step if self.exchange is None else self.exchange.position
         return place >= self.engine.steps
+
+    def _close(self) -> None:
+        """Apply what is under way, inside this learner and between learners."""
+        self._drain()
+        if self.exchange is not None and not self.exchange.closing:
+            self.exchange.finish()
 
     def _drain(self) -> None:
         """Apply what a delay has in flight: the weights are others then than those evaluated or saved."""
