@@ -17,9 +17,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from moe_async.engine.run_folder import new_run
 from moe_async.errors import MoeAsyncError, RecipeError
 from moe_async.recipe import Recipe, load_recipe
 
@@ -93,7 +95,10 @@ class Run:
         Raises:
             MoeAsyncError: the syncer does not come up.
         """
-        self._start("syncer", [sys.executable, "-m", "moe_async.syncer", "--listen", f"127.0.0.1:{self._port}"])
+        # Named from here, so that a syncer that is started anew finds what it had.
+        folder = new_run(Path(self._recipe.log.dir).expanduser(), self._recipe.name or "run").path
+        listen = ["--listen", f"127.0.0.1:{self._port}", "--folder", str(folder)]
+        self._start("syncer", [sys.executable, "-m", "moe_async.syncer", *listen])
         if not self._listening.wait(START_SECONDS) or self._parts["syncer"].process.poll() is not None:
             self.kill()
             raise MoeAsyncError("the syncer did not start; its lines above say why.")

@@ -27,7 +27,7 @@ from moe_async.sync.syncer_policy import read_header
 
 Entry = dict[str, Any]
 
-_STATE, _TENSORS, _INPUTS = "state.json", "tensors.safetensors", "inputs.jsonl"
+_STATE, _TENSORS, _INPUTS, _HELLO = "state.json", "tensors.safetensors", "inputs.jsonl", "hello.json"
 
 
 def apply_input(merger: Merger, entry: Entry, payload_X: Tensor | None) -> list[Outgoing]:
@@ -130,6 +130,14 @@ class Journal:
             found: dict[str, Any] = json.loads(path.read_text()) if self.number else {}
         except (OSError, ValueError) as error:
             raise SyncError(f"{path} is damaged ({error}); restore the folder from a copy.") from error
+        return found
+
+    def keep_hello(self, hello: Entry) -> Entry:
+        """What the learner said that began the run; written down the first time."""
+        path = self.folder / _HELLO
+        if not path.exists():
+            path.write_text(json.dumps(hello))
+        found: Entry = json.loads(path.read_text())
         return found
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -103,7 +102,6 @@ class Lobby:
             num_experts: of each MoE layer.
             folder: name of the run's folder.
         """
-        self.first_hello = self.first_hello or header
         if problem := self._compare(self.first_hello, header):
             self.refuse(connection, problem)
             return None
@@ -155,15 +153,6 @@ class Lobby:
                 if known is connection:
                     return seat, rank
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a syncer that comes back has to know, as JSON values."""
-        return {"incarnations": [list(item) for item in self.incarnations.items()], "first_hello": self.first_hello}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave."""
-        self.incarnations = dict(map(tuple, state["incarnations"]))
-        self.first_hello = state["first_hello"]
 
 
 def _close_later(connection: Connection) -> None:

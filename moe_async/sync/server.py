@@ -166,7 +166,7 @@ class MergingServer:
             return
         if self.run is None:
             try:
-                self._prepare(self._describe(str(header["recipe"])))
+                self._prepare(self._describe(str(header["recipe"])), header)
             except MoeAsyncError as error:
                 self._lobby.refuse(connection, str(error))
                 return
@@ -250,7 +250,7 @@ class MergingServer:
 
     # The merger.
 
-    def _prepare(self, run: RunDescription) -> None:
+    def _prepare(self, run: RunDescription, hello: Header) -> None:
         """Make the merger, or bring it back to where an earlier syncer of the same folder was."""
         self.run = run
         self._lobby.timeout = run.timeout
@@ -259,6 +259,7 @@ class MergingServer:
         state = self._journal.state()
         log = EventLog(run.folder / "events.jsonl", keep=False, size=state.get("log_size", 0))
         self.merger = Merger(run.groups, run.initial, run.learners, log, run.schedule)
+        self._lobby.first_hello = self._journal.keep_hello(hello)
         recovered = self._journal.recover(self.merger)
         if recovered is None:
             return
