@@ -44,6 +44,10 @@ class FakeTrainer:
         self.saved_step = -1
         self.evaluated, self.saved = [], []
 
+    @property
+    def done(self):
+        return self.engine.global_step >= self.engine.steps
+
     def evaluate(self):
         self.evaluated.append(self.engine.global_step)
 

@@ -47,7 +47,7 @@ def trainer_of(applied, module=None):
     trainer.recipe = small_recipe(train=SMALL["train"] | {"max_bad_steps": MAX_BAD})
     module = module or build_model(trainer.recipe)
     trainer.engine, trainer.world, trainer.hooks = StubEngine(applied, module), World(), []
-    trainer.stop = SimpleNamespace(agreed=lambda world: False)
+    trainer.stop, trainer.exchange = SimpleNamespace(agreed=lambda world: False), None
     trainer.load = LoadWindow(0)
     trainer.tokens = trainer.dropped = trainer.skipped = 0
     trainer._warm, trainer._timed_tokens, trainer._timed_seconds = False, 0, 0.0
