@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,10 @@ OnMessage = Callable[[Header, Tensor], None]
 OnLost = Callable[[str], None]
 
 _BEAT: Header = {"kind": "beat"}
+_MARK: Header = {"kind": "mark"}
+_END: Header = {"kind": "end"}
 _BEATS_PER_TIMEOUT = 4
+_JOIN_SECONDS = 5.0
 
 
 class Connection:
@@ -36,8 +40,8 @@ class Connection:
         self._session = session
         self._beat = timeout / _BEATS_PER_TIMEOUT
         self._on_message, self._on_lost = on_message, on_lost
-        self._outbox: queue.Queue[tuple[Mapping[str, Any], Tensor | None] | None] = queue.Queue()
-        self._ended = threading.Event()
+        self._outbox: queue.Queue[tuple[Mapping[str, Any], Tensor | None]] = queue.Queue()
+        self._ended, self._flushed = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -67,32 +71,47 @@ class Connection:
 
     def flush(self, seconds: float) -> bool:
         """Wait until everything is sent, or the session has ended, or the time is up. Whether everything is sent."""
-        self._outbox.put(None)
-        self._threads[0].join(seconds)
-        return not self._threads[0].is_alive() and not self.lost
+        self._flushed.clear()
+        self._outbox.put((_MARK, None))
+        deadline = time.monotonic() + seconds
+        while not self._flushed.wait(0.05) and not self.lost and time.monotonic() < deadline:
+            pass
+        return self._flushed.is_set()
 
-    def close(self) -> None:
-        """End the session; the partner notices."""
+    def close(self, wait: bool = True) -> None:
+        """End the session; the partner is told.
+
+        Args:
+            wait: until the threads are gone, for a few seconds at most; they abort a process that ends before them.
+        """
         self._end("closed")
+        for thread in self._threads if wait else ():
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
 
     def _send_all(self) -> None:
         try:
-            while not self._ended.is_set():
+            while True:
                 try:
                     message = self._outbox.get(timeout=self._beat)
                 except queue.Empty:
                     message = (_BEAT, None)
-                if message is None:
-                    return
                 self._session.send(*message)
+                if message[0] is _END:
+                    return
+                if message[0] is _MARK:
+                    self._flushed.set()
         except CommunicationError as error:
             self._end(str(error))
 
     def _receive_all(self) -> None:
         try:
-            while not self._ended.is_set():
+            while True:
                 header, payload = self._session.receive()
-                if header != _BEAT:
+                if header == _END:
+                    self._end("closed by the other side")
+                    return
+                if header not in (_BEAT, _MARK) and not self._ended.is_set():
                     self._on_message(header, payload)
         except CommunicationError as error:
             self._end(str(error))
@@ -102,5 +121,6 @@ class Connection:
             if self._ended.is_set():
                 return
             self._ended.set()
-        self._session.abort()
+        # Each side answers the other's last message with its own, so that no receive is left waiting.
+        self._outbox.put((_END, None))
         self._on_lost(reason)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +32,8 @@ _FRAME, _TEXT, _TENSOR = range(3)
 class Session:
     """One end of a connection. One thread may send while another receives.
 
+    A transfer under way cannot be cut off from this side, so `Connection` ends a session by a last message.
+
     Args:
         group: the gloo group of two.
         first: whether this end is rank 0 of it.
@@ -40,7 +41,7 @@ class Session:
     """
 
     def __init__(self, group: Any, first: bool, timeout: float) -> None:
-        self._group = group
+        self._group: Any = group
         self._partner = 1 if first else 0
         self._out, self._in = (0, 8) if first else (8, 0)
         self._timeout = timedelta(seconds=timeout)
@@ -102,11 +103,6 @@ class Session:
             self._group.recv([tensor], self._partner, self._in + tag).wait(self._timeout)
         except RuntimeError as error:
             raise CommunicationError(f"the other side of the session is gone ({_first_line(error)})") from error
-
-    def abort(self) -> None:
-        """Close the connection: sends and receives under way fail on both sides."""
-        with suppress(RuntimeError, AttributeError):
-            self._group.abort()
 
 
 class Door:

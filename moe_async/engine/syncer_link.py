@@ -134,7 +134,7 @@ class SyncerLink:
         if connection is not None:
             sent, received = self._bytes_before
             self._bytes_before = sent + connection.bytes_sent, received + connection.bytes_received
-            connection.close()
+            connection.close(wait=False)
         with self._news:
             self._inbox.clear()
             self._generation += 1

@@ -79,10 +79,10 @@ class Seat:
                 whole_X[target] = value
         return whole_X
 
-    def close(self) -> None:
-        """End all connections."""
+    def close(self, wait: bool = True) -> None:
+        """End all connections; see `Connection.close`."""
         for connection in self.connections.values():
-            connection.close()
+            connection.close(wait)
 
 
 def live_share(fragment: Fragment, topology: Topology, rank: int, tokens: Sequence[int]) -> list[slice]:

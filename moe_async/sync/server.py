@@ -242,7 +242,7 @@ class MergingServer:
             return
         seat, rank = found
         del self._lobby.seats[seat.learner]
-        seat.close()
+        seat.close(wait=False)
         if not self._finale:
             self._say(f"learner {seat.learner} is gone (rank {rank}: {reason})")
             if seat.joined:
