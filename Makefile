@@ -5,7 +5,7 @@ VENV   ?= .venv
 RECIPE ?= recipes/quickstart.yaml
 # Further arguments of the training script, such as ARGS="--set train.steps=100".
 ARGS   ?=
-# Ranks to start and what they need of the recipe; empty: what tools/local_ranks.py finds fitting here.
+# Ranks of each learner; empty: what tools/local_ranks.py finds fitting here.
 N      ?=
 
 STAMP = $(VENV)/.installed
@@ -14,10 +14,9 @@ BIN   = $(abspath $(VENV))/bin
 .PHONY: train test check setup clean
 
 train: $(STAMP)
-	@ranks="$(N)"; [ -n "$$ranks" ] || ranks="$$($(BIN)/python tools/local_ranks.py $(RECIPE) 2>/dev/null)" || \
-	  exec $(BIN)/python tools/local_ranks.py $(RECIPE); \
-	set -- $$ranks; count=$$1; shift; \
-	set -- deepspeed --num_gpus $$count --module moe_async.train --recipe $(RECIPE) $$@ $(ARGS); \
+	@line="$$($(BIN)/python tools/local_ranks.py --command $(if $(N),--ranks $(N)) $(RECIPE) 2>/dev/null)" || \
+	  exec $(BIN)/python tools/local_ranks.py --command $(RECIPE); \
+	set -- $$line $(ARGS); \
 	echo "$$@"; PATH="$(BIN):$$PATH" exec "$$@"
 
 test: $(STAMP)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from moe_async.engine.deepspeed_bridge import accelerator_count
 from moe_async.engine.run_folder import new_run
 from moe_async.errors import MoeAsyncError, RecipeError
 from moe_async.recipe import Recipe, load_recipe
@@ -83,6 +84,13 @@ class Run:
     def __init__(self, recipe: Recipe, recipe_path: str, overrides: Sequence[str], ranks: int, restarts: int) -> None:
         self._recipe, self._path, self._overrides = recipe, recipe_path, list(overrides)
         self._ranks, self._restarts = ranks, restarts
+        self._accelerators = accelerator_count()
+        wanted = ranks * recipe.sync.learners
+        if self._accelerators and wanted > self._accelerators:
+            raise RecipeError(
+                f"{recipe.sync.learners} learners of {ranks} ranks need {wanted} accelerators but this machine has "
+                f"{self._accelerators}. Use fewer --ranks or --learners, or start learners on several machines by hand."
+            )
         self._port = free_port()
         self._listening = threading.Event()
         self._stopping = 0.0
@@ -106,8 +114,13 @@ class Run:
             self._start(f"learner {learner}", self._learner_command(learner))
 
     def _learner_command(self, learner: int) -> list[str]:
-        command = ["deepspeed", "--num_gpus", str(self._ranks), "--master_port", str(free_port())]
-        command += ["--module", "moe_async.train", "--recipe", self._path]
+        command = ["deepspeed", "--num_gpus", str(self._ranks)]
+        if self._accelerators:
+            # Learners on one machine share it: each takes accelerators of its own.
+            first = learner * self._ranks
+            devices = ",".join(str(device) for device in range(first, first + self._ranks))
+            command = ["deepspeed", "--include", f"localhost:{devices}"]
+        command += ["--master_port", str(free_port()), "--module", "moe_async.train", "--recipe", self._path]
         command += ["--join", f"127.0.0.1:{self._port}", "--learner", str(learner)]
         for override in self._overrides:
             command += ["--set", override]

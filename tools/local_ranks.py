@@ -1,6 +1,7 @@
 """How many ranks to start on this machine for a recipe, and the overrides they need: one line for the launcher.
 
-python tools/local_ranks.py recipes/quickstart.yaml          prints "2", or "1 --set parallel.expert=1"
+python tools/local_ranks.py recipes/quickstart-sync.yaml     prints "2", or "1 --set parallel.expert=1"
+python tools/local_ranks.py --command recipes/quickstart.yaml    prints the whole command that starts the run
 deepspeed --num_gpus $(python tools/local_ranks.py RECIPE) --module moe_async.train --recipe RECIPE
 """
 
@@ -48,16 +49,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="local_ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", help="YAML file that describes the run")
-    recipe = parser.parse_args(arguments).recipe
+    parser.add_argument("--command", action="store_true", help="print the whole command")
+    parser.add_argument("--ranks", type=int, help="with --command: ranks of each learner; default: what fits here")
+    parsed = parser.parse_args(arguments)
+    recipe = parsed.recipe
     try:
+        learners = load_recipe(recipe).sync.learners
         # DeepSpeed logs to the standard output while it looks for accelerators; that belongs to the launcher here.
         with contextlib.redirect_stdout(sys.stderr):
-            available = accelerator_count() or CPU_RANKS
-        ranks, overrides = fitting_ranks(recipe, available)
+            available = max(accelerator_count() // learners, 1) if accelerator_count() else CPU_RANKS
+        ranks, overrides = (parsed.ranks, []) if parsed.ranks else fitting_ranks(recipe, available)
     except MoeAsyncError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(" ".join([str(ranks), *(f"--set {override}" for override in overrides)]))
+    words = [word for override in overrides for word in ("--set", override)]
+    if not parsed.command:
+        print(" ".join([str(ranks), *words]))
+    elif learners > 1:
+        print(" ".join(["python -m moe_async.launch", recipe, "--ranks", str(ranks), *words]))
+    else:
+        print(" ".join(["deepspeed --num_gpus", str(ranks), "--module moe_async.train --recipe", recipe, *words]))
     return 0
 
 

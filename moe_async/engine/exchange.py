@@ -162,8 +162,7 @@ class Exchange:
         """
         self._send(last=True)
         self._finishing = {"kind": "finish"}
-        if self._world.rank == 0:
-            self.link.send(self._finishing)
+        self.link.send(self._finishing)
         while not self.closing:
             self._check_patience()
             if not self._wait():
@@ -300,7 +299,7 @@ class Exchange:
         if self._world.rank == 0:
             self.link.send(_READY)
         self.link.post_again()
-        if self._world.rank == 0 and self._finishing is not None:
+        if self._finishing is not None:
             self.link.send(self._finishing)
 
     def _check_patience(self) -> None:

@@ -28,7 +28,7 @@ class Seat:
         parts: of updates that have not come from all ranks yet.
         ready: it has loaded its text and built its model.
         joined: it takes part.
-        final: it makes no further step.
+        finished: ranks that have sent all they had.
     """
 
     learner: int
@@ -39,7 +39,7 @@ class Seat:
     parts: dict[UpdateId, dict[int, Tensor]] = field(default_factory=dict)
     ready: bool = False
     joined: bool = False
-    final: bool = False
+    finished: set[int] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:

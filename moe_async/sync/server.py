@@ -214,8 +214,9 @@ class MergingServer:
             seat.send({"kind": "ack", "fragment": update.id.fragment, "sequence": update.id.sequence})
 
     def _finish(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
-        if rank == 0 and not seat.final:
-            seat.final = True
+        seat.finished.add(rank)
+        # Each rank says so behind its part of the last update, which may come later than another's.
+        if len(seat.finished) == seat.topology.world_size:
             self._input({"kind": "finish", "now": self._now(), "learner": seat.learner})
 
     def _end(self, merger: Merger) -> None:

@@ -43,6 +43,7 @@ class Syncer:
         ]
         self._of = {fragment: policy for policy in self.policies for fragment in policy.versions}
         self.incarnations: dict[int, int] = {}
+        self._finished: set[int] = set()
 
     @property
     def progress(self) -> float:
@@ -56,9 +57,9 @@ class Syncer:
 
     @property
     def finished(self) -> bool:
-        """Whether there are learners and none of them makes a further step."""
-        members = self.policies[0].members.values()
-        return bool(members) and all(member.final for member in members)
+        """Whether there are learners and all of them have sent everything they had."""
+        # A final update is not enough: those of other fragments may still be on their way.
+        return bool(self.members) and self.members <= self._finished
 
     def join(self, learner: int, incarnation: int, now: float, clock: int | None = None) -> list[Decision]:
         """A learner has come, or come back; an earlier incarnation of it is gone.
@@ -81,6 +82,7 @@ class Syncer:
 
     def leave(self, learner: int, now: float) -> list[Decision]:
         """A learner is gone."""
+        self._finished.discard(learner)
         decisions: list[Decision] = []
         for policy in self.policies:
             found = policy.leave(learner, now)
@@ -90,6 +92,7 @@ class Syncer:
 
     def finish(self, learner: int, now: float) -> list[Decision]:
         """A learner makes no further step and sends nothing more."""
+        self._finished.add(learner)
         return [decision for policy in self.policies for decision in policy.finish(learner, now)]
 
     def arrive(self, header: UpdateHeader, now: float) -> list[Decision]:
@@ -122,6 +125,7 @@ class Syncer:
         return {
             "policies": [policy.state_dict() for policy in self.policies],
             "incarnations": [[learner, number] for learner, number in self.incarnations.items()],
+            "finished": sorted(self._finished),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,6 +133,7 @@ class Syncer:
         for policy, entry in zip(self.policies, state["policies"], strict=True):
             policy.load_state_dict(entry)
         self.incarnations = dict(map(tuple, state["incarnations"]))
+        self._finished = set(state["finished"])
 
 
 class LearnerSync:

@@ -1,0 +1,168 @@
+"""Learners that really run apart: real processes over gloo, a real syncer, on a model small enough for float64."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from moe_async.engine.run_description import describe_run
+from moe_async.model import build_model
+from moe_async.model.keys import exchanged_tensors
+from moe_async.moe.classes import classify
+from moe_async.recipe.loader import dump_recipe
+from moe_async.sync.event_log import read_entries
+from tests.helpers.learner_run import Syncer, batches, merged, run_learners, several
+
+SAME = {"policy": "same"}
+LOCAL = {"dense": {"policy": "local_sgd", "every": 3}, "expert": SAME, "router": SAME}
+DECOUPLED = {
+    "dense": {"policy": "decoupled", "every": 2, "fragments": 2},
+    "expert": {"policy": "same", "every": 4, "fragments": 1},
+    "router": SAME,
+}
+
+
+def dense_hash(engine, exchange, rank):
+    """A hash of all dense and router weights, on every rank, before each step."""
+    classes = classify(engine.module)
+    state = hashlib.sha256()
+    for name, parameter in engine.module.named_parameters():
+        if classes[name] != "expert":
+            state.update(parameter.detach().numpy().tobytes())
+    return state.hexdigest()
+
+
+def one_process(recipe, learners, every, steps):
+    """Local SGD as a plain loop over whole models in one process: the mean of all weights, every so often."""
+    models = [build_model(recipe) for _ in range(learners)]
+    for step in range(1, steps + 1):
+        for learner, model in enumerate(models):
+            (batch,) = batches(recipe, learner, 0, 1, step)
+            logits = model(batch.tokens).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= recipe.optim.lr * parameter.grad
+                    parameter.grad = None
+        if step % every == 0:
+            with torch.no_grad():
+                for parameters in zip(*(model.parameters() for model in models), strict=True):
+                    mean = sum(parameters) / learners
+                    for parameter in parameters:
+                        parameter.copy_(mean)
+    return exchanged_tensors(models[0])
+
+
+@pytest.mark.parametrize("learners", [2, 3])
+def test_local_sgd_equals_a_plain_loop(tmp_path, learners):
+    moe = {"layers": [1], "num_experts": 4, "top_k": 2, "expert_dim": 6}
+    recipe = several(LOCAL, learners, train__steps=6, moe=moe)
+    _, results = run_learners(recipe, tmp_path, paces=(0.0,) * learners)
+    wanted = one_process(recipe, learners, 3, 6)
+    for learner in results:
+        assert learner[0]["steps"] == 6
+        for name, tensor in merged(learner).items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_ranks_of_a_learner_never_differ_and_learners_end_alike(tmp_path, zero):
+    """Also under ZeRO 1 and 2, whose float32 masters follow: a master that did not would undo what was taken."""
+    precision = "float64" if zero == 0 else "float32"
+    recipe = several(
+        DECOUPLED, train__steps=10, parallel={"expert": 2, "zero": zero}, train__precision=precision,
+        optim__kind="adamw", optim__lr=1e-2,
+    )  # fmt: skip
+    syncer, results = run_learners(recipe, tmp_path, ranks=2, watch=dense_hash)
+    for learner in results:
+        assert learner[0]["seen"] == learner[1]["seen"] and len(set(learner[0]["seen"])) == len(learner[0]["seen"])
+    first, second = (merged(learner) for learner in results)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    # What the learners hold is what the syncer made.
+    for group in syncer.server.run.groups:
+        for fragment in group.fragments:
+            shared = fragment.split(syncer.server.merger.values[fragment.number].value_X)
+            for name, values in shared.items():
+                assert torch.equal(first[name].reshape(-1), values), name
+
+
+def test_zero_stages_give_the_same_numbers(tmp_path):
+    """SGD in float32: a float32 master that was left behind shows after the first exchange."""
+    finals = []
+    for zero in (0, 1):
+        recipe = several(
+            LOCAL, train__steps=7, train__precision="float32", parallel={"expert": 2, "zero": zero}, optim__lr=0.05
+        )
+        _, results = run_learners(recipe, tmp_path / str(zero), ranks=2)
+        finals.append(merged(results[0]))
+    before = exchanged_tensors(build_model(recipe))
+    for name, tensor in finals[0].items():
+        assert not torch.allclose(tensor, before[name], rtol=0, atol=1e-4), name
+        torch.testing.assert_close(tensor, finals[1][name], rtol=0, atol=2e-6, msg=name)
+
+
+def test_what_was_sent_was_merged_once(tmp_path):
+    recipe = several(DECOUPLED, train__steps=12)
+    syncer, results = run_learners(recipe, tmp_path, paces=(0.01, 0.05))
+    entries = list(read_entries(tmp_path / "run" / "events.jsonl"))
+    merges = [tuple(update.values()) for entry in entries if entry["event"] == "merge" for update in entry["updates"]]
+    assert len(set(merges)) == len(merges)
+    sent = set()
+    for learner in (0, 1):
+        for entry in read_entries(tmp_path / "run" / f"learner-{learner}" / "events.jsonl"):
+            if entry["event"] == "send":
+                sent.add(tuple(entry["header"]["id"].values()))
+    assert sent == set(merges) and syncer.server.merger.syncer.pending() == set()
+    fast, slow = (learner[0]["summary"] for learner in results)
+    assert fast["steps"] > slow["steps"] and fast["rounds"] > slow["rounds"] > 0
+    assert fast["bytes_sent"] > 0 and fast["staleness"]["drift"]["max"] == 4
+    assert set(syncer.server.reports) == {0, 1}
+    json.dumps(syncer.server.reports)
+
+
+def test_the_door_names_the_first_difference(tmp_path):
+    syncer = Syncer(tmp_path / "run")
+    recipe = several(LOCAL, train__steps=3)
+    other = several(LOCAL, train__steps=4)
+    describe_run(dump_recipe(recipe), tmp_path / "other")
+    from moe_async.comm import World
+    from moe_async.engine.door import make_hello
+    from moe_async.engine.seat import take_seat
+    from moe_async.engine.syncer_link import SyncerLink
+    from moe_async.errors import SyncError
+
+    link = SyncerLink(*syncer.address, 20.0)
+    assert take_seat(link, make_hello(recipe, World(), -1), World(), 5.0).learner == 0
+
+    def refused(hello, match):
+        second = SyncerLink(*syncer.address, 20.0)
+        with pytest.raises(SyncError, match=match):
+            take_seat(second, hello, World(), 5.0)
+        second.disconnect()
+
+    refused(make_hello(other, World(), -1), "train.steps is 3 in the run but 4 in this learner's recipe")
+    refused(make_hello(recipe, World(), 0), "place 0 is taken or does not exist")
+    refused(make_hello(recipe, World(), 5), "place 5 is taken or does not exist")
+    hello = make_hello(recipe, World(), 1)
+    refused({**hello, "code": {**hello["code"], "sync/gates.py": "0"}}, "moe_async/sync/gates.py differs from that")
+    refused({**hello, "libraries": {**hello["libraries"], "torch": "1.0"}}, r"the run has torch .* but this learner 1\.0")
+    refused({**hello, "recipe": "model: 3"}, "refuses this learner: ")
+    second = SyncerLink(*syncer.address, 20.0)
+    assert take_seat(second, hello, World(), 5.0).learner == 1
+    for entry in (link, second):
+        entry.leave()
+    syncer.close()
+
+
+def test_policies_of_gradients_are_refused_so_far(tmp_path):
+    from moe_async.errors import SyncError
+
+    recipe = several({"dense": {"policy": "bsp"}, "expert": SAME, "router": SAME}, parallel={"expert": 1, "zero": 0})
+    with pytest.raises(SyncError, match="sync.between.dense.policy is bsp.*deltas only"):
+        describe_run(dump_recipe(recipe), tmp_path)

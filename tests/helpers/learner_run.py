@@ -1,0 +1,154 @@
+"""Real learners and a real syncer for a test: each learner is gloo processes of its own, the syncer a thread."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_async.comm import make_world
+from moe_async.comm.session import Door
+from moe_async.engine.door import difference
+from moe_async.engine.exchange import Exchange
+from moe_async.engine.join import join_run, make_exchange
+from moe_async.engine.run_description import describe_run
+from moe_async.engine.run_folder import learner_run
+from moe_async.engine.start import initialize
+from moe_async.engine.step import Engine, MicroBatch
+from moe_async.engine.stop import StopFlag
+from moe_async.model import build_model
+from moe_async.model.keys import exchanged_tensors
+from moe_async.recipe import Recipe, parse_recipe
+from moe_async.recipe.loader import dump_recipe
+from moe_async.sync.server import MergingServer
+from moe_async.topology import Topology
+from tests.helpers.small import SMALL
+from tests.helpers.spawn import run_ranks
+
+LIMIT = 150.0
+
+
+def several(between: dict[str, Any], learners: int = 2, **changes: Any) -> Recipe:
+    """`SMALL` for several learners, with entries replaced, addressed as ``section__entry=value``."""
+    document = copy.deepcopy(SMALL)
+    document["sync"] = {"learners": learners, "between": between, "timeout": 20.0}
+    document["train"] = {**document["train"], "global_batch": 4}
+    for key, value in changes.items():
+        section, _, entry = key.partition("__")
+        if entry:
+            document[section][entry] = value
+        else:
+            document[section] = value
+    return Recipe.model_validate(document)
+
+
+class Syncer:
+    """A syncer in a thread of the test.
+
+    Args:
+        folder: of the run.
+        port: to listen on; 0: a free one.
+    """
+
+    def __init__(self, folder: Path, port: int = 0, start_after: float = 60.0, snapshot_every: int = 200) -> None:
+        self.said: list[str] = []
+        self.door = Door("127.0.0.1", port, 20.0)
+        describe = partial(describe_run, folder=folder)
+        self.server = MergingServer(
+            self.door, describe, difference, self.said.append, 20.0, start_after, snapshot_every
+        )
+        self.thread = threading.Thread(target=self.server.serve, daemon=True)
+        self.thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.door.port
+
+    def close(self) -> None:
+        self.server.stop()
+        self.thread.join(20)
+
+
+def batches(recipe: Recipe, learner: int, rank: int, ranks: int, step: int) -> list[MicroBatch]:
+    """A rank's micro-batches of one step: windows of made-up tokens, others for each learner."""
+    rows = recipe.micro_batch_size(ranks)
+    size = (rows, recipe.data.seq_len)
+    draw = torch.Generator().manual_seed(1_000_003 * learner + 1009 * step + rank)
+    tokens = [torch.randint(0, 32, size, generator=draw) for _ in range(recipe.train.accumulation)]
+    return [MicroBatch(entry, entry.roll(-1, 1)) for entry in tokens]
+
+
+Watch = Callable[[Engine, Exchange, int], Any]
+
+
+def one_rank(
+    rank: int, text: str, address: tuple[str, int], learner: int, folder: str, watch: Watch | None, pace: float
+):
+    """Train one rank of a learner to the end of the run; returns what was watched, and the final tensors."""
+    recipe = parse_recipe(text, "test")
+    ranks = torch.distributed.get_world_size()
+    world = make_world(Topology(ranks, recipe.parallel.expert, recipe.moe.num_experts))
+    link, seat = join_run(recipe, world, address, learner)
+    assert link is not None and seat is not None
+    stop = StopFlag()
+    engine = initialize(build_model(recipe, world), recipe, world)
+    exchange = make_exchange(engine, recipe, link, seat, stop, learner_run(Path(folder), "run", seat.learner))
+    assert exchange.start()
+    engine.global_step = exchange.clock
+    seen = []
+    while exchange.position < recipe.train.steps:
+        began = time.monotonic()
+        if watch is not None:
+            seen.append(watch(engine, exchange, rank))
+        engine.ahead = exchange.position - engine.global_step
+        report = engine.train_step(batches(recipe, seat.learner, rank, world.size, engine.global_step + 1))
+        time.sleep(max(began + pace - time.monotonic(), 0.0))
+        exchange.after_step(report, time.monotonic() - began)
+    exchange.finish()
+    summary = exchange.summary()
+    if rank == 0:
+        exchange.report({"learner": summary})
+    exchange.leave()
+    final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
+    return {"seen": seen, "final": final, "summary": summary, "steps": engine.global_step}
+
+
+def run_learners(
+    recipe: Recipe,
+    folder: Path,
+    ranks: int = 1,
+    watch: Watch | None = None,
+    paces: tuple[float, ...] = (0.0, 0.0),
+    syncer: Syncer | None = None,
+) -> tuple[Syncer, list[list[dict[str, Any]]]]:
+    """Train to the end; the syncer, and for each learner what each of its ranks returned."""
+    syncer = syncer or Syncer(folder / "run")
+    text = dump_recipe(recipe)
+    with ThreadPoolExecutor(recipe.sync.learners) as pool:
+        found = [
+            pool.submit(
+                run_ranks, ranks, one_rank, text, syncer.address, n, str(folder), watch, paces[n], timeout=LIMIT
+            )
+            for n in range(recipe.sync.learners)
+        ]
+        results = [future.result() for future in found]
+    syncer.thread.join(20)
+    assert not syncer.thread.is_alive(), "the syncer waits for something"
+    return syncer, results
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The final tensors of a learner, from all its ranks; those that several ranks hold must be equal."""
+    found: dict[str, Tensor] = {}
+    for result in results:
+        for name, tensor in result["final"].items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), name
+    return found
