@@ -8,7 +8,8 @@ Each entry has ``event``, ``time`` (seconds) and what the event is about. The sy
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -120,3 +121,45 @@ def read_merge(entry: Entry) -> Merge:
         progress=entry["progress"],
         phase=entry["phase"],
     )
+
+
+def interleave(syncer: Iterable[Entry], learners: Iterable[Iterable[Entry]]) -> list[Entry]:
+    """One log of the syncer's and the learners' own, in an order in which everything can be done again.
+
+    Whoever sends comes before the merge of what was sent, a version is made before it is taken, and each log keeps its
+    order. Several such orders give the same parameters.
+
+    Raises:
+        SyncError: there is no such order: a log is incomplete.
+    """
+    streams = [deque(syncer), *(deque(entries) for entries in learners)]
+    welcomed: set[tuple[int, int]] = set()
+    sent: set[tuple[int, ...]] = set()
+    versions: dict[int, int] = {}
+    order: list[Entry] = []
+
+    def may_follow(entry: Entry) -> bool:
+        event = entry["event"]
+        if event == "merge":
+            return all(tuple(update.values()) in sent for update in entry["updates"])
+        if event == "send":
+            return (entry["header"]["id"]["learner"], entry["header"]["id"]["incarnation"]) in welcomed
+        if event == "take":
+            made = entry["version"] <= versions.get(entry["fragment"], 0)
+            return made and (entry["learner"], entry["incarnation"]) in welcomed
+        return True
+
+    while any(streams):
+        stream = next((stream for stream in streams if stream and may_follow(stream[0])), None)
+        if stream is None:
+            heads = [stream[0] for stream in streams if stream]
+            raise SyncError(f"the event logs do not fit together: {heads[0]} cannot follow what is there.")
+        entry = stream.popleft()
+        if entry["event"] == "welcome":
+            welcomed.add((entry["learner"], entry["incarnation"]))
+        elif entry["event"] == "send":
+            sent.add(tuple(entry["header"]["id"].values()))
+        elif entry["event"] == "merge":
+            versions[entry["fragment"]] = entry["version"]
+        order.append(entry)
+    return order

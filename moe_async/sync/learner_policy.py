@@ -60,17 +60,24 @@ class LearnerPolicy:
         units: number of units of each fragment, by fragment number in the order of their turns.
         learner, incarnation: who this is.
         clock: steps at which it begins.
+        position: where it believes the run to be, shared by all policies of a learner; None: one of its own.
     """
 
     def __init__(
-        self, plan: PolicyPlan, units: Mapping[int, int], learner: int, incarnation: int = 0, clock: int = 0
+        self,
+        plan: PolicyPlan,
+        units: Mapping[int, int],
+        learner: int,
+        incarnation: int = 0,
+        clock: int = 0,
+        position: Position | None = None,
     ) -> None:
         self.plan = plan
         self.learner = learner
         self.incarnation = incarnation
         self.clock = clock
         self.phase = 0
-        self._position = Position(float(clock), clock)
+        self._position = position or Position(float(clock), clock)
         self._fragments = {fragment: _FragmentState(count, sent_clock=clock) for fragment, count in units.items()}
         self._in_flight: dict[int, list[tuple[int, int]]] = {fragment: [] for fragment in units}
         self._released = clock
@@ -196,7 +203,7 @@ class LearnerPolicy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` gave."""
         self.incarnation, self.clock, self.phase = state["incarnation"], state["clock"], state["phase"]
-        self._position = Position(**state["position"])
+        self._position.progress, self._position.heard_at = state["position"].values()
         self._released, self.final = state["released"], state["final"]
         self._fragments = {int(fragment): _FragmentState(**entry) for fragment, entry in state["fragments"].items()}
         self._in_flight = {

@@ -31,7 +31,8 @@ class UpdateHeader:
 
     Attributes:
         id: which one.
-        base_version: version of the fragment that the learner had taken when it began this contribution.
+        base_version: version of the fragment that the learner had taken last when it sent this. A learner that never
+            waits may have trained on older ones for most of the contribution.
         clock: steps that the learner has finished.
         local_steps: of them, those since its last update of this fragment.
         tokens: since then, of each unit of the fragment: label tokens of a dense unit, routed tokens of an expert.

@@ -29,7 +29,7 @@ class _Life:
     model: LearnerModel
     views: dict[int, LocalView]
     clock: int
-    positions: list[Position]
+    position: Position
 
 
 class Replay:
@@ -51,7 +51,6 @@ class Replay:
     ) -> None:
         self._groups = tuple(groups)
         self._fragments: dict[int, Fragment] = {f.number: f for group in groups for f in group.fragments}
-        self._group = {f.number: place for place, group in enumerate(groups) for f in group.fragments}
         self._grad = self._groups[0].plan.phases[0].contribution == "grad"
         self._make_model, self._schedule = make_model, schedule
         first = make_model(0, 0, 0)
@@ -79,12 +78,12 @@ class Replay:
     def _welcome(self, entry: Entry) -> None:
         model = self._make_model(entry["learner"], entry["incarnation"], entry["clock"])
         views = {n: LocalView(model.read(n), f.unit_sizes) for n, f in self._fragments.items()}
-        positions = [Position(float(entry["clock"]), entry["clock"]) for _ in self._groups]
-        self.lives[entry["learner"], entry["incarnation"]] = _Life(model, views, entry["clock"], positions)
+        position = Position(float(entry["clock"]), entry["clock"])
+        self.lives[entry["learner"], entry["incarnation"]] = _Life(model, views, entry["clock"], position)
 
     def _advance(self, life: _Life, clock: int) -> None:
         while life.clock < clock:
-            position = max(position.at(life.clock) for position in life.positions)
+            position = life.position.at(life.clock)
             life.clock += 1
             life.model.step(life.clock, position)
 
@@ -103,7 +102,7 @@ class Replay:
         life, fragment = self.lives[entry["learner"], entry["incarnation"]], entry["fragment"]
         self._advance(life, entry["clock"])
         value_X = self._version(fragment, entry["version"])
-        life.positions[self._group[fragment]].hear(entry["progress"], entry["seen"])
+        life.position.hear(entry["progress"], entry["seen"])
         if self._grad:
             life.model.write(fragment, value_X)
         else:

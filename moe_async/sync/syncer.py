@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_async.sync.fragments import Fragment
-from moe_async.sync.learner_policy import LearnerPolicy
+from moe_async.sync.learner_policy import LearnerPolicy, Position
 from moe_async.sync.messages import Decision, Publication, UpdateHeader, UpdateId, Welcome
 from moe_async.sync.settings import PolicyPlan
 from moe_async.sync.syncer_policy import SyncerPolicy
@@ -148,6 +148,7 @@ class LearnerSync:
     def __init__(self, groups: Sequence[SyncGroup], learner: int, incarnation: int = 0, clock: int = 0) -> None:
         self.groups = tuple(groups)
         self.fragments = {fragment.number: fragment for group in groups for fragment in group.fragments}
+        position = Position(float(clock), clock)
         self.policies = [
             LearnerPolicy(
                 group.plan,
@@ -155,6 +156,7 @@ class LearnerSync:
                 learner,
                 incarnation,
                 clock,
+                position,
             )
             for group in groups
         ]
@@ -176,7 +178,7 @@ class LearnerSync:
 
     def position(self) -> float:
         """Steps that the learners have made on average, by what this one knows."""
-        return max(policy.position() for policy in self.policies)
+        return self.policies[0].position()
 
     def mix(self, fragment: int) -> float | None:
         """How a shared value of the fragment is taken; see `PolicySettings.mix`."""

@@ -8,13 +8,21 @@ import json
 import pytest
 import torch
 
+from moe_async.comm import World
+from moe_async.engine.door import make_hello
 from moe_async.engine.run_description import describe_run
+from moe_async.engine.seat import take_seat
+from moe_async.engine.syncer_link import SyncerLink
+from moe_async.errors import SyncError
 from moe_async.model import build_model
 from moe_async.model.keys import exchanged_tensors
 from moe_async.moe.classes import classify
 from moe_async.recipe.loader import dump_recipe
-from moe_async.sync.event_log import read_entries
-from tests.helpers.learner_run import Syncer, batches, merged, run_learners, several
+from moe_async.sync.event_log import interleave, read_entries
+from moe_async.sync.replay import Replay
+from moe_async.sync.timing import Link, Links, StepTimes
+from moe_async.sync.virtual_clock import VirtualRun
+from tests.helpers.learner_run import PlainLearner, Syncer, batches, merged, run_learners, several
 
 SAME = {"policy": "same"}
 LOCAL = {"dense": {"policy": "local_sgd", "every": 3}, "expert": SAME, "router": SAME}
@@ -126,17 +134,66 @@ def test_what_was_sent_was_merged_once(tmp_path):
     json.dumps(syncer.server.reports)
 
 
+PLAIN_MOE = {"layers": [1], "num_experts": 4, "top_k": 2, "expert_dim": 6}
+
+
+def test_the_event_logs_of_a_real_run_replay_to_its_weights(tmp_path):
+    """No policy and no clock: what the logs say was sent, merged and taken gives the weights that the run ended with."""
+    recipe = several(DECOUPLED, train__steps=12, moe=PLAIN_MOE)
+    syncer, results = run_learners(recipe, tmp_path, paces=(0.01, 0.03))
+    folder = tmp_path / "run"
+    logs = [list(read_entries(folder / f"learner-{learner}" / "events.jsonl")) for learner in (0, 1)]
+    entries = interleave(read_entries(folder / "events.jsonl"), logs)
+    replay = Replay(syncer.server.run.groups, lambda learner, life, clock: PlainLearner(recipe, learner), entries)
+    final = merged(results[0])
+    for number, shared in replay.shared.items():
+        real = syncer.server.merger.values[number].value_X
+        torch.testing.assert_close(shared.value_X, real, rtol=0, atol=1e-12, msg=f"fragment {number}")
+        for name, values in replay.lives[0, 0].model.fragments[number].split(shared.value_X).items():
+            torch.testing.assert_close(final[name].reshape(-1), values, rtol=0, atol=1e-12, msg=name)
+    with pytest.raises(SyncError, match="the event logs do not fit together"):
+        interleave(read_entries(folder / "events.jsonl"), logs[:1])
+
+
+@pytest.mark.slow
+def test_a_paced_run_equals_the_virtual_clock(tmp_path):
+    """Steps that sleep to deadlines far apart: the same merges in the same order, and the same weights."""
+    paces, steps = (1.6, 2.5), 6
+    recipe = several(DECOUPLED, train__steps=steps, moe=PLAIN_MOE)
+    syncer, results = run_learners(recipe, tmp_path, paces=paces)
+    groups = syncer.server.run.groups
+    run = VirtualRun(
+        groups,
+        lambda learner, life, clock: PlainLearner(recipe, learner),
+        2,
+        until_progress=steps,
+        times=StepTimes(given={learner: [pace] for learner, pace in enumerate(paces)}),
+        links=Links(up=Link(latency=0.05), down=Link(latency=0.05)),
+        flush=True,
+    )
+    run.run()
+
+    def merges(entries):
+        """By fragment: several that are sent at one boundary are merged one after another, in no order that matters."""
+        found = {}
+        for entry in entries:
+            if entry["event"] == "merge":
+                updates = [tuple(update.values()) for update in entry["updates"]]
+                found.setdefault(entry["fragment"], []).append((entry["version"], updates, entry["weights"]))
+        return json.loads(json.dumps(found))
+
+    assert [learner[0]["steps"] for learner in results] == [run.figures[learner].steps for learner in (0, 1)]
+    assert merges(read_entries(tmp_path / "run" / "events.jsonl")) == merges(run.log.entries)
+    for number, shared in run.merger.values.items():
+        real = syncer.server.merger.values[number].value_X
+        torch.testing.assert_close(real, shared.value_X, rtol=0, atol=1e-12, msg=f"fragment {number}")
+
+
 def test_the_door_names_the_first_difference(tmp_path):
     syncer = Syncer(tmp_path / "run")
     recipe = several(LOCAL, train__steps=3)
     other = several(LOCAL, train__steps=4)
     describe_run(dump_recipe(recipe), tmp_path / "other")
-    from moe_async.comm import World
-    from moe_async.engine.door import make_hello
-    from moe_async.engine.seat import take_seat
-    from moe_async.engine.syncer_link import SyncerLink
-    from moe_async.errors import SyncError
-
     link = SyncerLink(*syncer.address, 20.0)
     assert take_seat(link, make_hello(recipe, World(), -1), World(), 5.0).learner == 0
 
@@ -161,8 +218,6 @@ def test_the_door_names_the_first_difference(tmp_path):
 
 
 def test_policies_of_gradients_are_refused_so_far(tmp_path):
-    from moe_async.errors import SyncError
-
     recipe = several({"dense": {"policy": "bsp"}, "expert": SAME, "router": SAME}, parallel={"expert": 1, "zero": 0})
     with pytest.raises(SyncError, match="sync.between.dense.policy is bsp.*deltas only"):
         describe_run(dump_recipe(recipe), tmp_path)

@@ -19,15 +19,16 @@ from moe_async.comm.session import Door
 from moe_async.engine.door import difference
 from moe_async.engine.exchange import Exchange
 from moe_async.engine.join import join_run, make_exchange
-from moe_async.engine.run_description import describe_run
+from moe_async.engine.run_description import describe_run, sync_groups
 from moe_async.engine.run_folder import learner_run
 from moe_async.engine.start import initialize
 from moe_async.engine.step import Engine, MicroBatch
 from moe_async.engine.stop import StopFlag
 from moe_async.model import build_model
-from moe_async.model.keys import exchanged_tensors
+from moe_async.model.keys import exchanged_tensors, expert_modules
 from moe_async.recipe import Recipe, parse_recipe
 from moe_async.recipe.loader import dump_recipe
+from moe_async.sync.participant import LearnerStep
 from moe_async.sync.server import MergingServer
 from moe_async.topology import Topology
 from tests.helpers.small import SMALL
@@ -152,3 +153,40 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Tensor]:
         for name, tensor in result["final"].items():
             assert torch.equal(found.setdefault(name, tensor), tensor), name
     return found
+
+
+class PlainLearner:
+    """The model of one learner in one process under plain SGD: what a launch of one rank does, without DeepSpeed."""
+
+    def __init__(self, recipe: Recipe, learner: int) -> None:
+        self.recipe, self.learner = recipe, learner
+        self.model = build_model(recipe)
+        self.fragments = {f.number: f for group in sync_groups(recipe, self.model) for f in group.fragments}
+        self.experts = expert_modules(self.model)
+
+    def step(self, number: int, position: float) -> LearnerStep:
+        (batch,) = batches(self.recipe, self.learner, 0, 1, number)
+        output = self.model(batch.tokens)
+        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= self.recipe.optim.lr * parameter.grad
+                parameter.grad = None
+        counts = {
+            f"{prefix}.{expert}": count
+            for prefix, sums in zip(self.experts, output.routing, strict=True)
+            for expert, count in enumerate(sums.total().counts_E.tolist())
+        }
+        return LearnerStep(batch.labels.numel(), counts, float(loss))
+
+    def read(self, fragment: int) -> Tensor:
+        return self.fragments[fragment].flatten(exchanged_tensors(self.model))
+
+    def write(self, fragment: int, value_X: Tensor) -> None:
+        tensors = exchanged_tensors(self.model)
+        for name, part in self.fragments[fragment].split(value_X).items():
+            tensors[name].copy_(part.view_as(tensors[name]))
+
+    def gradient(self, fragment: int) -> Tensor:
+        raise NotImplementedError

@@ -33,10 +33,10 @@ def test_the_commands_are_those_that_tests_run():
     run_here = {
         "make train",
         'make train RECIPE=... ARGS="--set train.steps=100"',
-        "deepspeed --num_gpus 2 --module moe_async.train --recipe recipes/quickstart.yaml",
-        "torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart.yaml",
-        "srun --ntasks 2 python -m moe_async.train --recipe recipes/quickstart.yaml",
-        "python tools/evaluate.py runs/quickstart",
+        "deepspeed --num_gpus 2 --module moe_async.train --recipe recipes/quickstart-sync.yaml",
+        "torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart-sync.yaml",
+        "srun --ntasks 2 python -m moe_async.train --recipe recipes/quickstart-sync.yaml",
+        "python tools/evaluate.py runs/quickstart-sync",
         "moe-async evaluate",
     }
     # What installs is what this test runs in, and `make test` is what runs it.
@@ -48,7 +48,16 @@ def test_make_train_and_evaluate(tmp_path):
     """`make train` in this checkout, with the recipe's run elsewhere."""
     arguments = shlex.join([*LESS, "--set", f"log.dir={tmp_path / 'runs'}"])
     programs = f"VENV={sys.prefix}"
-    train = Launch(tmp_path, "make", "-C", str(ROOT), "train", programs, f"ARGS={arguments} --set name=quickstart")
+    train = Launch(
+        tmp_path,
+        "make",
+        "-C",
+        str(ROOT),
+        "train",
+        programs,
+        "RECIPE=recipes/quickstart-sync.yaml",
+        f"ARGS={arguments} --set name=quickstart-sync",
+    )
     assert train.wait() == 0, train.text()
     assert "held-out bits per byte" in train.text() and "--module moe_async.train" in train.text()
     _, engine_example, model_example = blocks("python")
@@ -56,7 +65,7 @@ def test_make_train_and_evaluate(tmp_path):
     script = f"{imports}\n{model_example.replace('step_00000450', 'step_00000041')}\nprint(len(texts), 'text')"
     use = Launch(tmp_path, sys.executable, "-c", script)
     assert use.wait() == 0 and "1 text" in use.text(), use.text()
-    evaluate = Launch(tmp_path, sys.executable, str(ROOT / "tools" / "evaluate.py"), "runs/quickstart")
+    evaluate = Launch(tmp_path, sys.executable, str(ROOT / "tools" / "evaluate.py"), "runs/quickstart-sync")
     assert evaluate.wait() == 0 and "the run itself measured" in evaluate.text(), evaluate.text()
 
 
@@ -92,7 +101,9 @@ def test_python_examples_run(tmp_path, monkeypatch):
 
     tokens = torch.randint(0, 256, (16, 32))
     script = f"import torch\ntokens = torch.randint(0, 256, (16, 32)); labels = tokens\n{engine_example}"
-    script = script.replace('load_recipe("recipes/quickstart.yaml")', ONE_RANK) + "\nprint('loss', report.lm_loss)\n"
+    script = (
+        script.replace('load_recipe("recipes/quickstart-sync.yaml")', ONE_RANK) + "\nprint('loss', report.lm_loss)\n"
+    )
     assert ONE_RANK in script and tokens.shape == (16, 32)
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
@@ -100,14 +111,14 @@ def test_python_examples_run(tmp_path, monkeypatch):
     assert result.returncode == 0 and "loss 5." in result.stdout, result.stdout + result.stderr
 
 
-ONE_RANK = 'load_recipe("recipes/quickstart.yaml", ["parallel.expert=1"])'
+ONE_RANK = 'load_recipe("recipes/quickstart-sync.yaml", ["parallel.expert=1"])'
 
 
 def test_yaml_example_is_a_valid_source(tmp_path):
     (example,) = blocks("yaml")
     from moe_async.recipe import parse_recipe
 
-    text = (ROOT / "recipes" / "quickstart.yaml").read_text()
+    text = (ROOT / "recipes" / "quickstart-sync.yaml").read_text()
     start, end = text.index("data:"), text.index("  seq_len:")
     recipe = parse_recipe(text[:start] + example + text[end:], "README.md")
     assert [entry.domain for entry in recipe.data.source][0::2] == ["books", "python"]
