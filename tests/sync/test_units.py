@@ -20,11 +20,15 @@ from moe_async.sync.combine import combine_weights
 from moe_async.sync.event_log import EventLog, read_entries
 from moe_async.sync.fragments import Key, cut
 from moe_async.sync.gates import Arrival, Member, Opening, opening
-from moe_async.sync.learner_policy import Position
+from moe_async.sync.learner_policy import LearnerPolicy, Position
+from moe_async.sync.merger import Merger
 from moe_async.sync.messages import Discard, Merge, Publication, Switch, UpdateHeader, UpdateId
+from moe_async.sync.participant import Participant
 from moe_async.sync.settings import Combine, Gate, PolicyPlan, PolicySettings, SwitchWhen
 from moe_async.sync.staleness import StalenessTally, quantile
+from moe_async.sync.syncer import LearnerSync
 from moe_async.sync.syncer_policy import SyncerPolicy
+from tests.helpers.learners import VectorModel, group, problem, slices
 from tests.helpers.schedules import PLANS, SGD, cases
 
 
@@ -265,7 +269,7 @@ def test_factors_over_members():
 
 
 def test_a_lag_below_zero_is_none():
-    assert weights(Combine(discount=9.0), [header(0, base=7)], version=5) == ((1.0,),)
+    assert weights(Combine(discount=0.25), [header(0, base=7), header(1, base=5)], version=5) == ((0.5,), (0.5,))
 
 
 @given(
@@ -513,3 +517,135 @@ def test_a_view_by_hand():
     assert view.contribute(local, 1, [1, 1]).tolist() == [1.0, 6.0]
     mixed = view.take(float64([4.0, 8.0]), float64([8.0, 0.0]), 1, 0.25)
     assert mixed.tolist() == [7.0, 2.0] and view.anchor_X.tolist() == [8.0, 0.0]
+
+
+# The learner's policy
+
+
+def published(version, *, settled=-1, incarnation=0, phase=0, seen=0, progress=0.0, fragment=0):
+    return Publication(fragment, version, 1, incarnation, settled, progress, seen, phase)
+
+
+def learner_of(plan, fragments=1):
+    plan = plan if isinstance(plan, PolicyPlan) else PolicyPlan((plan,))
+    return LearnerPolicy(plan, dict.fromkeys(range(fragments), 1), 1)
+
+
+def after(policy, *losses, tokens=5):
+    for loss in losses:
+        policy.step_done({fragment: [tokens] for fragment in range(9)}, loss)
+    return policy.due_updates()
+
+
+def test_an_update_tells_what_was_done_since_the_last():
+    policy = learner_of(presets.decoupled(2))
+    assert after(policy, 4.0) == []
+    (first,) = after(policy, 3.0)
+    assert (first.clock, first.local_steps, first.tokens, first.loss, first.base_version) == (2, 2, (10,), 3.5, 0)
+    policy.receive(published(6))
+    assert policy.takes() and policy.clock == 2
+    (second,) = after(policy, 2.0, 1.0)
+    assert (second.clock, second.local_steps, second.tokens, second.loss, second.base_version) == (4, 2, (10,), 1.5, 6)
+    assert (second.id.sequence, second.final, policy.flights(0)) == (1, False, [(0, 2), (1, 4)])
+    assert after(policy, 1.0) == []
+    (last,) = policy.last_updates()
+    assert (last.clock, last.local_steps, last.final) == (5, 1, True) and policy.last_updates() == []
+
+
+def test_what_is_old_or_for_a_former_life_is_not_taken():
+    policy = learner_of(presets.decoupled(2))
+    for publication in (published(3), published(2), published(4, incarnation=7), published(3, settled=0)):
+        policy.receive(publication)
+    assert policy.takes() == [published(3), published(3, settled=0)] and policy.inbox() == []
+
+
+def test_the_phase_never_goes_back():
+    policy = learner_of(
+        presets.switch(presets.decoupled(2, 2), presets.decoupled(4, 2), SwitchWhen(step=1)), fragments=2
+    )
+    policy.receive(published(3, phase=1))
+    policy.receive(published(1, phase=0, fragment=1))
+    assert len(policy.takes()) == 2 and policy.settings.every == 4
+
+
+def test_a_learner_waits_when_too_much_is_under_way():
+    policy = learner_of(presets.decoupled(1, ahead=1))
+    after(policy, 1.0)
+    assert not policy.must_wait()
+    after(policy, 1.0)
+    assert policy.must_wait()
+    policy.receive(published(1, settled=0))
+    policy.takes()
+    assert not policy.must_wait()
+
+
+def test_a_result_is_taken_when_its_overlap_is_over():
+    policy = learner_of(presets.streaming_diloco(4, 1, 2))
+    after(policy, 1.0, 1.0, 1.0)
+    assert after(policy, 1.0) and not policy.must_wait()
+    policy.receive(published(1, settled=0))
+    assert policy.takes() == []
+    after(policy, 1.0)
+    assert policy.takes() == [] and not policy.must_wait()
+    after(policy, 1.0)
+    assert policy.must_wait() and policy.takes() == [published(1, settled=0)] and not policy.must_wait()
+
+
+# Merger and participant
+
+
+def test_the_outer_rate_follows_the_schedule():
+    merger = Merger(
+        [group(presets.asp(SGD), slices(1))], {0: torch.zeros(12)}, 2, schedule=lambda progress: 1 + progress
+    )
+    merger.join(0, 0, 0.0)
+    (answer,) = merger.arrive(header(0), torch.ones(12), 1.0)
+    # One of the two expected learners has made a step, so the rate is 1.5 times 0.1; it is the only member.
+    assert torch.allclose(answer.value_X, torch.full((12,), -0.15)) and answer.message.progress == 0.5
+
+
+def test_what_was_sent_out_does_not_change_later():
+    merger = Merger([group(presets.asp(SGD), slices(1))], {0: torch.zeros(12)}, 1)
+    merger.join(0, 0, 0.0)
+    saved, tensors = merger.state_dict(), {name: tensor.clone() for name, tensor in merger.tensors().items()}
+    (first,) = merger.arrive(header(0), torch.ones(12), 1.0)
+    before = first.value_X.clone()
+    merger.arrive(header(0, 2, 1, base=1), torch.ones(12), 2.0)
+    assert torch.equal(first.value_X, before)
+    # Taken back to the beginning, the same version number stands for another value.
+    merger.load_state_dict(saved)
+    merger.load_tensors(tensors)
+    (again,) = merger.arrive(header(0), 2 * torch.ones(12), 1.0)
+    assert again.message == first.message and torch.equal(again.value_X, 2 * before)
+
+
+def test_a_result_has_an_age_once():
+    """Two updates are under way, sent after steps 1 and 2; two publications, which settle one each, are taken after
+    step 3."""
+    groups = [group(presets.decoupled(1), slices(1))]
+    participant = Participant(LearnerSync(groups, 1), VectorModel(problem(2), 1, slices(1), False))
+    for _ in range(2):
+        participant.step()
+        assert len(participant.contribute()) == 1
+    participant.step()
+    value = torch.zeros(12, dtype=torch.float64)
+    participant.receive(published(1, settled=0), value)
+    assert set(participant.tensors()) == {f"view/0/{n}" for n in ("anchor", "in_flight/0", "in_flight/1")} | {
+        "inbox/0/1"
+    }
+    participant.receive(published(2, settled=1), value)
+    participant.receive(published(2, settled=1), value)
+    assert [list(taken.ages) for taken in participant.take()] == [[2], [1], []]
+    assert set(participant.tensors()) == {"view/0/anchor"}, "what was taken is not kept"
+
+
+def test_only_what_is_settled_has_an_age():
+    groups = [group(presets.decoupled(1), slices(1))]
+    participant = Participant(LearnerSync(groups, 1), VectorModel(problem(2), 1, slices(1), False))
+    for _ in range(2):
+        participant.step()
+        participant.contribute()
+    participant.receive(published(1, settled=0), torch.zeros(12, dtype=torch.float64))
+    assert [list(taken.ages) for taken in participant.take()] == [[1]]
+    participant.receive(published(2, settled=0), torch.zeros(12, dtype=torch.float64))
+    assert [list(taken.ages) for taken in participant.take()] == [[]]
