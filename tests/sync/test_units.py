@@ -22,11 +22,11 @@ from moe_async.sync.fragments import Key, cut
 from moe_async.sync.gates import Arrival, Member, Opening, opening
 from moe_async.sync.learner_policy import LearnerPolicy, Position
 from moe_async.sync.merger import Merger
-from moe_async.sync.messages import Discard, Merge, Publication, Switch, UpdateHeader, UpdateId
+from moe_async.sync.messages import Discard, Farewell, Merge, Publication, Switch, UpdateHeader, UpdateId, Welcome
 from moe_async.sync.participant import Participant
 from moe_async.sync.settings import Combine, Gate, PolicyPlan, PolicySettings, SwitchWhen
 from moe_async.sync.staleness import StalenessTally, quantile
-from moe_async.sync.syncer import LearnerSync
+from moe_async.sync.syncer import LearnerSync, Syncer, SyncGroup
 from moe_async.sync.syncer_policy import SyncerPolicy
 from tests.helpers.learners import VectorModel, group, problem, slices
 from tests.helpers.schedules import PLANS, SGD, cases
@@ -649,3 +649,62 @@ def test_only_what_is_settled_has_an_age():
     assert [list(taken.ages) for taken in participant.take()] == [[1]]
     participant.receive(published(2, settled=0), torch.zeros(12, dtype=torch.float64))
     assert [list(taken.ages) for taken in participant.take()] == [[]]
+
+
+# Several policies at one syncer
+
+
+def two(dense, expert):
+    """A syncer of fragment 0 under one policy and fragment 1 under another; learners 0 and 1 take part."""
+    fragments = group(dense, slices(2)).fragments
+    groups = [
+        SyncGroup("dense", PolicyPlan((dense,)), fragments[:1]),
+        SyncGroup("expert", PolicyPlan((expert,)), fragments[1:]),
+    ]
+    syncer = Syncer(groups, 3)
+    for learner in (0, 1):
+        syncer.join(learner, 0, 0.0)
+    return syncer
+
+
+def test_a_newcomer_keeps_step_with_whoever_was_heard_of_last():
+    for plans in ((presets.local_sgd(2), presets.local_sgd(3)), (presets.local_sgd(3), presets.local_sgd(2))):
+        syncer = two(*plans)
+        syncer.arrive(header(0, 2), 1.0)
+        syncer.arrive(header(0, 3, fragment=1), 2.0)
+        assert only(Welcome, syncer.join(2, 0, 3.0)) == [Welcome(2, 0, 3)]
+        assert syncer.progress == (3 + 3 + 0) / 3, "the newcomer counts as having made them"
+
+
+def test_a_newcomer_keeps_step_with_the_slowest_where_one_policy_is_bound():
+    syncer = two(presets.asp(SGD), presets.ssp(SGD, 2))
+    syncer.arrive(header(0, 1), 1.0)
+    syncer.arrive(header(0, 1, fragment=1), 1.0)
+    assert only(Welcome, syncer.join(2, 0, 3.0)) == [Welcome(2, 0, 0)]
+
+
+def test_one_farewell_is_enough():
+    syncer = two(presets.local_sgd(2), presets.local_sgd(3))
+    syncer.arrive(header(0, 2), 1.0)
+    syncer.arrive(header(0, 3, fragment=1), 1.0)
+    decisions = syncer.leave(1, 2.0)
+    assert [type(decision) for decision in decisions] == [Farewell, Merge, Publication, Merge, Publication]
+    assert syncer.leave(1, 3.0) == [] and syncer.members == {0}
+    assert only(Farewell, syncer.join(0, 1, 4.0)) == [Farewell(0, 0)], "the former life is gone"
+
+
+def test_a_learner_that_has_stopped_holds_nobody_back():
+    policy = policy_of(presets.ssp(SGD, 1), learners=2)
+    assert only(Publication, policy.arrive(header(0, 1), 1.0))
+    assert not only(Publication, policy.arrive(header(0, 2, 1), 2.0))
+    assert [p.learner for p in only(Publication, policy.finish(1, 3.0))] == [0]
+
+
+def test_the_loss_of_a_merge_is_the_mean_of_its_updates():
+    policy = policy_of(presets.switch(presets.local_sgd(1), presets.local_sgd(1), SwitchWhen(plateau=1)), learners=2)
+    # Means 3, 2 and 2.5: the first learner's loss would have gone up before that.
+    for clock, losses in enumerate([(2.0, 4.0), (3.0, 1.0), (1.0, 4.0)], 1):
+        assert policy.phase == 0
+        for learner, loss in enumerate(losses):
+            policy.arrive(header(learner, clock, clock - 1, base=clock - 1, loss=loss), float(clock))
+    assert policy.phase == 1
