@@ -708,3 +708,19 @@ def test_the_loss_of_a_merge_is_the_mean_of_its_updates():
         for learner, loss in enumerate(losses):
             policy.arrive(header(learner, clock, clock - 1, base=clock - 1, loss=loss), float(clock))
     assert policy.phase == 1
+
+
+def test_who_left_counts_no_more_in_later_merges():
+    policy = policy_of(presets.decoupled(1))
+    for learner, tokens in enumerate((30, 10, 20)):
+        policy.arrive(header(learner, tokens=(tokens,)), 1.0)
+    policy.leave(0, 2.0)
+    (merge,) = only(Merge, policy.arrive(header(1, 2, 1, tokens=(10,)), 3.0))
+    assert merge.weights == ((10 / 30,),)
+
+
+def test_a_last_update_says_that_no_further_one_comes():
+    policy = policy_of(presets.m_sync(SGD, 2), learners=2)
+    policy.arrive(header(0, final=True), 1.0)
+    assert len(only(Merge, policy.arrive(header(1), 2.0))[0].updates) == 2
+    assert only(Merge, policy.arrive(header(1, 2, 1, base=1), 3.0)), "0 is not at work any more"
