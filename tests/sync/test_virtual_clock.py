@@ -383,9 +383,9 @@ def test_learners_that_wait_for_ever_are_an_error():
         run.run()
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*PLANS, "news of others while waiting"])
 def test_shares_of_time_add_up(name):
-    plan, count = PLANS[name]
+    plan, count = PLANS.get(name, (presets.decoupled(2, ahead=0), 1))
     run, _ = virtual(problem(3), plan, pieces_of(count))
     ends = {e["learner"]: e["time"] for e in run.log.entries if e["event"] == "end"}
     for learner, figures in run.figures.items():
