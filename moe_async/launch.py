@@ -29,6 +29,9 @@ from moe_async.recipe import Recipe, load_recipe
 STOP_SECONDS = 60.0
 """For so long processes that were told to stop may save what they have; then they are killed."""
 
+LATE_SECONDS = 10.0
+"""For so long a learner that was started anew may take to end by itself once the run is over."""
+
 _CHATTER = re.compile(r"\[[-0-9: ,]+\] \[(INFO|WARNING)\] \[(real_accelerator|runner|launch)\.py:")
 """What DeepSpeed's launcher says of itself, once for each learner."""
 
@@ -93,7 +96,8 @@ class Run:
             )
         self._port = free_port()
         self._listening = threading.Event()
-        self._stopping = 0.0
+        self._stopping = self._over = 0.0
+        self._dismissed: set[str] = set()
         self._lock = threading.Lock()
         self._parts: dict[str, Part] = {}
 
@@ -161,20 +165,28 @@ class Run:
                 self.kill()
             ended = [part for part in self._parts.values() if part.process.poll() is not None]
             if len(ended) == len(self._parts):
-                return max(part.process.returncode != 0 for part in ended)
+                return max(part.process.returncode != 0 for part in ended if part.name not in self._dismissed)
             if self._stopping:
                 continue
             if syncer.process.poll() == 0:
-                # The run is over; learners still write their last files.
+                self._dismiss()
                 continue
             for part in ended:
                 if part.process.returncode and not self._revive(part):
                     print(f"error: {part.name} died for the last time; the run stops.", file=sys.stderr, flush=True)
                     self.stop()
                     break
-                if part.process.returncode == 0 and len(ended) == len(self._parts) - 1 and syncer not in ended:
-                    # All learners left without finishing: nobody is there to merge for.
-                    continue
+
+    def _dismiss(self) -> None:
+        """The run is over; learners write their last files. One that was started anew has come too late."""
+        self._over = self._over or time.monotonic()
+        for part in self._parts.values():
+            late = time.monotonic() - self._over > (LATE_SECONDS if part.restarts else STOP_SECONDS)
+            if part.process.poll() is None and late:
+                self._dismissed.add(part.name)
+                _signal(part, signal.SIGKILL)
+            elif part.process.poll() and part.restarts:
+                self._dismissed.add(part.name)
 
     def _revive(self, part: Part) -> bool:
         if part.restarts >= self._restarts:

@@ -152,6 +152,11 @@ def knock(host: str, port: int, timeout: float) -> Session:
         CommunicationError: nobody listens, or the session does not come about within ``timeout`` seconds.
     """
     try:
+        # A store would try for long and complain aloud where nobody listens.
+        socket.create_connection((host, port), timeout=timeout).close()
+    except OSError as error:
+        raise CommunicationError(f"nobody answers at {host}:{port} ({error})") from error
+    try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         ticket = store.add(_TICKETS, 1)
     except RuntimeError as error:

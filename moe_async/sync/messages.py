@@ -82,8 +82,8 @@ class Merge:
         version: the one made.
         updates: whose contributions.
         weights: for each update the factor of each unit; the factors of a left out unit are 0.
-        staleness: of each update: clock gap (steps ahead of the slowest member), version lag (versions made since the
-            learner took the one it began with) and drift (local steps since its last update).
+        staleness: of each update: clock gap (steps ahead of the slowest member), version lag (versions made since
+            the one that the learner had taken last) and drift (local steps since its last update).
         progress: see `Publication`, when it was made.
         phase: policy under which it was made.
     """

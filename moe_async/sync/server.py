@@ -203,6 +203,9 @@ class MergingServer:
         seat.joined = True
         who = {"learner": seat.learner, "incarnation": seat.incarnation, "clock": seat.clock}
         self._input({"kind": "join", "now": self._now(), **who})
+        if self._finale and self.merger is not None:
+            # It came back too late to do anything.
+            self._dismiss(seat, self.merger)
 
     def _update(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         update = read_header(header["header"])
@@ -223,16 +226,21 @@ class MergingServer:
         """All have finished: everyone gets what came out."""
         self._finale = True
         self._say("all learners have finished")
-        tally = merger.staleness
-        closing = {
-            "kind": "final",
-            "staleness": {str(learner): tally.summary(learner) for learner in tally.counts},
-            "discarded": {str(learner): count for learner, count in tally.discards.items()},
-        }
         for seat in self._lobby.seats.values():
             if seat.joined:
-                self._route(merger.publish_all(seat.learner, self._now()))
-                seat.send(closing)
+                self._dismiss(seat, merger)
+
+    def _dismiss(self, seat: Seat, merger: Merger) -> None:
+        """Give a learner what came out of the run."""
+        tally = merger.staleness
+        self._route(merger.publish_all(seat.learner, self._now()))
+        seat.send(
+            {
+                "kind": "final",
+                "staleness": {str(learner): tally.summary(learner) for learner in tally.counts},
+                "discarded": {str(learner): count for learner, count in tally.discards.items()},
+            }
+        )
 
     def _report(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         self.reports[seat.learner] = dict(header["summary"])

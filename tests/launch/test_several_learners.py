@@ -112,6 +112,16 @@ def test_one_killed_rank_takes_its_learner_along_and_no_other(tmp_path):
     check_ledger(tmp_path / "runs" / "several")
 
 
+def test_a_learner_that_comes_back_after_the_end_gets_what_came_out(tmp_path):
+    """Learner 0 does the rest of the run alone; learner 1 finds nothing to do and leaves."""
+    run = start(tmp_path, steps=20)
+    run.wait_for("learner 1] step 5/")
+    for victim in processes(run, "moe_async.train", "--learner 1"):
+        victim.send_signal(signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    assert summary(tmp_path)["learners"]["0"]["steps"] > 20
+
+
 def test_a_killed_syncer_comes_back_as_it_was(tmp_path):
     run = start(tmp_path, steps=150)
     run.wait_for("learner 0] step 10/")
