@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from moe_async.engine.checkpoint_folder import find_checkpoints
 from moe_async.engine.deepspeed_bridge import accelerator_count
 from moe_async.engine.run_folder import new_run
 from moe_async.errors import MoeAsyncError, RecipeError
@@ -50,6 +51,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
         help="replace a recipe entry, such as moe.top_k=1; may be given several times",
     )  # fmt: skip
+    parser.add_argument("--resume", metavar="FOLDER", help="the folder of a run that was stopped: go on with it")
     parser.add_argument(
         "--restarts", type=int, default=3, metavar="N",
         help="how often a learner or the syncer that died is started anew; default: %(default)d",
@@ -63,7 +65,7 @@ class Part:
 
     Attributes:
         name: with which its lines are marked.
-        command: that starts it.
+        command: that starts it anew.
         process: what runs.
         restarts: how often it has been started anew.
     """
@@ -82,9 +84,18 @@ class Run:
         recipe_path, overrides: from which it came.
         ranks: of each learner.
         restarts: how often a part may be started anew.
+        resume: folder of a run to go on with; None: a new one.
     """
 
-    def __init__(self, recipe: Recipe, recipe_path: str, overrides: Sequence[str], ranks: int, restarts: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        recipe_path: str,
+        overrides: Sequence[str],
+        ranks: int,
+        restarts: int,
+        resume: Path | None = None,
+    ) -> None:
         self._recipe, self._path, self._overrides = recipe, recipe_path, list(overrides)
         self._ranks, self._restarts = ranks, restarts
         self._accelerators = accelerator_count()
@@ -94,6 +105,7 @@ class Run:
                 f"{recipe.sync.learners} learners of {ranks} ranks need {wanted} accelerators but this machine has "
                 f"{self._accelerators}. Use fewer --ranks or --learners, or start learners on several machines by hand."
             )
+        self._resume = resume
         self._port = free_port()
         self._listening = threading.Event()
         self._stopping = self._over = 0.0
@@ -108,14 +120,18 @@ class Run:
             MoeAsyncError: the syncer does not come up.
         """
         # Named from here, so that a syncer that is started anew finds what it had.
-        folder = new_run(Path(self._recipe.log.dir).expanduser(), self._recipe.name or "run").path
+        folder = self._resume or new_run(Path(self._recipe.log.dir).expanduser(), self._recipe.name or "run").path
         listen = ["--listen", f"127.0.0.1:{self._port}", "--folder", str(folder)]
         self._start("syncer", [sys.executable, "-m", "moe_async.syncer", *listen])
         if not self._listening.wait(START_SECONDS) or self._parts["syncer"].process.poll() is not None:
             self.kill()
             raise MoeAsyncError("the syncer did not start; its lines above say why.")
         for learner in range(self._recipe.sync.learners):
-            self._start(f"learner {learner}", self._learner_command(learner))
+            command = self._learner_command(learner)
+            saved = folder / f"learner-{learner}"
+            come_back = ["--resume", str(saved)] if self._resume and find_checkpoints(saved / "checkpoints") else []
+            # Only the first time: one that dies is started anew with the newest weights.
+            self._start(f"learner {learner}", command + come_back, again=command)
 
     def _learner_command(self, learner: int) -> list[str]:
         command = ["deepspeed", "--num_gpus", str(self._ranks)]
@@ -130,13 +146,13 @@ class Run:
             command += ["--set", override]
         return command
 
-    def _start(self, name: str, command: list[str], restarts: int = 0) -> None:
+    def _start(self, name: str, command: list[str], restarts: int = 0, again: list[str] | None = None) -> None:
         # A process group of its own: a learner dies with all its ranks, and alone.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, bufsize=1,
             env=os.environ | {"PYTHONUNBUFFERED": "1", "MOE_ASYNC_LOCAL_RANKS": str(self._local_ranks)},
         )  # fmt: skip
-        self._parts[name] = Part(name, command, process, restarts)
+        self._parts[name] = Part(name, again or command, process, restarts)
         assert process.stdout is not None
         threading.Thread(target=self._show, args=(name, process.stdout), daemon=True).start()
 
@@ -240,7 +256,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         ranks = parsed.ranks or recipe.parallel.expert
         recipe.check_world(ranks)
-        run = Run(recipe, parsed.recipe, overrides, ranks, parsed.restarts)
+        resume = Path(parsed.resume).expanduser().resolve() if parsed.resume else None
+        if resume is not None and not (resume / "syncer").is_dir():
+            raise RecipeError(
+                f"{resume} is not the folder of a run with several learners: it has no folder syncer. Give a folder "
+                "such as runs/quickstart, or leave --resume out."
+            )
+        run = Run(recipe, parsed.recipe, overrides, ranks, parsed.restarts, resume)
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             run.stop()

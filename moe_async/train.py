@@ -104,7 +104,10 @@ class Session:
         )
         for warning in self.recipe.warnings():
             self.say(f"warning: {warning}")
-        self.link, self.seat = join_run(self.recipe, self.world, arguments.join, arguments.learner)
+        # A learner that comes back takes the place that its checkpoint tells of.
+        found = open_folder(self.recipe, arguments.resume, self.world) if arguments.resume else None
+        checkpoint = found[1] if found else None
+        self.link, self.seat = join_run(self.recipe, self.world, arguments.join, arguments.learner, checkpoint)
         self.corpus: Corpus = load_corpus(self.recipe.data, self.tokenizer)
         check_same_text(self.corpus, self.world)
         self.say(
@@ -112,7 +115,7 @@ class Session:
             f"domains {', '.join(self.corpus.domains)}"
         )
         # Not earlier: a run that cannot start leaves no folder.
-        self.folder, self.checkpoint = open_folder(self.recipe, arguments.resume, self.world, self.seat)
+        self.folder, self.checkpoint = found or open_folder(self.recipe, None, self.world, self.seat)
         self.say(f"run folder: {self.folder.path}")
         engine = initialize(build_model(self.recipe, self.world), self.recipe, self.world)
         exchange = None
@@ -149,6 +152,8 @@ class Session:
                 trainer.evaluate()
             self._leave(self._report())
         else:
+            if trainer.exchange is not None:
+                trainer.exchange.pause()
             self.say(
                 f"stopped by {self.stop.reason or 'another rank'} at step {trainer.engine.global_step}; checkpoint "
                 f"{trainer.saved_path}. Go on with --resume {self.folder.path}"
@@ -277,13 +282,15 @@ def share_cores() -> None:
         torch.set_num_threads(max(1, cores // ranks))
 
 
-def open_folder(recipe: Recipe, resume: str | None, world: World, seat: Seat | None) -> tuple[RunFolder, Path | None]:
+def open_folder(
+    recipe: Recipe, resume: str | None, world: World, seat: Seat | None = None
+) -> tuple[RunFolder, Path | None]:
     """The run's folder and the checkpoint to start from, the same on every rank. Every rank calls it; blocks."""
     result: tuple[RunFolder, Path | None] | str = ""
     if world.rank == 0:
         runs, name = Path(recipe.log.dir).expanduser(), recipe.name or "run"
         try:
-            if seat is not None:
+            if seat is not None and not resume:
                 result = learner_run(runs, seat.folder, seat.learner), None
             else:
                 result = resumed_run(runs, name, resume) if resume else (new_run(runs, name), None)

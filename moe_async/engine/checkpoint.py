@@ -6,7 +6,7 @@ A checkpoint is a folder ``step_<n>``:
   written by rank 0;
 * ``experts-<i>.safetensors``: the experts of index ``i`` of the expert groups and their optimizer state, one key per
   global expert id, written by the first replica;
-* ``rank-<r>.safetensors``: the random states of rank ``r``;
+* ``rank-<r>.safetensors``: the random states of rank ``r``, and under ``exchange/`` what it shares with other learners;
 * ``manifest.json``: format version, sizes of all files, the recipe, counters and the data position. Written last.
 
 Keys are ``param/<name>``, ``buffer/<name>`` and ``<optimizer key>/<name>``, with ``.<expert id>`` behind an expert's.
@@ -41,9 +41,17 @@ from moe_async.engine.deepspeed_bridge import DeepSpeedBridge, random_states, se
 from moe_async.errors import CheckpointError
 from moe_async.moe.classes import expert_ids
 
+_EXCHANGE = "exchange/"
+
 
 def save_checkpoint(
-    folder: Path, step: int, bridge: DeepSpeedBridge, recipe: str, trainer: dict[str, Any], keep: int
+    folder: Path,
+    step: int,
+    bridge: DeepSpeedBridge,
+    recipe: str,
+    trainer: dict[str, Any],
+    keep: int,
+    exchange: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write ``folder/step_<step>`` and delete older ones but the newest ``keep - 1``. Every rank calls it; blocks.
 
@@ -60,6 +68,8 @@ def save_checkpoint(
 
     _together(world, f"prepare {aside}", prepare)
     tensors = _collect(bridge)
+    own = {f"{_EXCHANGE}{name}": _to_host(tensor) for name, tensor in (exchange or {}).items()}
+    tensors[_rank_file(world.rank)].update(own)
     _together(world, f"write {aside}", lambda: _write_tensors(aside, tensors, world))
     names = sorted({name for names in world.everyone.gather_objects(sorted(tensors)) for name in names})
 
@@ -94,7 +104,7 @@ def _collect(bridge: DeepSpeedBridge) -> dict[str, dict[str, Tensor]]:
     """The tensors that this rank writes, by file. Every rank calls it; blocks (optimizer state is gathered)."""
     world, ids = bridge.world, expert_ids(bridge.module)
     expert_file = f"experts-{world.expert.index:05d}.safetensors"
-    files: dict[str, dict[str, Tensor]] = {f"rank-{world.rank:05d}.safetensors": random_states()}
+    files: dict[str, dict[str, Tensor]] = {_rank_file(world.rank): random_states()}
     if world.rank == 0:
         buffers = bridge.module.named_buffers()
         files["dense.safetensors"] = {f"buffer/{name}": _to_host(value) for name, value in buffers}
@@ -213,8 +223,9 @@ def load_checkpoint(path: Path, bridge: DeepSpeedBridge) -> Manifest:
     bridge.write_optimizer_steps(manifest.optimizer_steps)
     _load_buffers(bridge.module, tensors)
     if manifest.world_size == bridge.world.size:
-        handle = _open(path / f"rank-{bridge.world.rank:05d}.safetensors")
-        set_random_states({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118
+        handle = _open(path / _rank_file(bridge.world.rank))
+        names = [key for key in handle.keys() if not key.startswith(_EXCHANGE)]  # noqa: SIM118
+        set_random_states({key: handle.get_tensor(key) for key in names})
     return manifest
 
 
@@ -234,6 +245,17 @@ def _load_in_flight(path: Path, tensors: _Tensors, bridge: DeepSpeedBridge) -> N
                 for age in range(steps)
             ]
         )
+
+
+def load_exchange(path: Path, rank: int) -> dict[str, Tensor]:
+    """What a rank shared with other learners when the checkpoint was written; empty for a learner on its own."""
+    handle = _open(path / _rank_file(rank))
+    names = [key for key in handle.keys() if key.startswith(_EXCHANGE)]  # noqa: SIM118
+    return {name.removeprefix(_EXCHANGE): handle.get_tensor(name) for name in names}
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
 def _load_buffers(model: nn.Module, tensors: _Tensors) -> None:

@@ -56,6 +56,11 @@ class Exchange:
         hello: what rank 0 says when it has to come back.
         stop: raised when the run shall end early.
         log: where takes and sends are noted, on rank 0; None elsewhere.
+
+    Attributes:
+        figures, ages: what this learner did so far.
+        closing: the syncer's last message; empty before it.
+        to_send: the updates of this boundary between steps are still to be sent.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Exchange:
         self.figures = LearnerFigures()
         self.ages = StalenessTally()
         self.closing: Header = {}
-        self._model, self._groups, self._experts = model, tuple(groups), list(experts)
+        self.model, self.groups, self._experts = model, tuple(groups), list(experts)
         self._world, self._hello, self._stop, self._log = world, hello, stop, log
         self._participant: Participant | None = None
         self._delivered = 0
@@ -84,8 +89,14 @@ class Exchange:
         self._back = threading.Event()
         self._finishing: Header | None = None
         self._common = 0
+        self.to_send = False
         self._began = time.monotonic()
         self._stopping = False
+
+    @property
+    def joined(self) -> bool:
+        """Whether this learner has taken the shared values."""
+        return self._participant is not None
 
     @property
     def participant(self) -> Participant:
@@ -109,17 +120,21 @@ class Exchange:
         Raises:
             SyncError: the syncer went away.
         """
-        first = [fragment.number for group in self._groups for fragment in group.fragments]
         if self._world.rank == 0:
             self.link.send(_READY)
+        if self._participant is not None:
+            # A learner that was saved goes on within the boundary at which it stopped.
+            self.link.post_again()
+            return self._boundary()
+        first = [fragment.number for group in self.groups for fragment in group.fragments]
         early: list[tuple[Publication, Tensor]] = []
         while self._welcome_clock is None or {entry[0].fragment for entry in early} != set(first):
             self._check_patience()
             if not self._wait():
                 return False
             early += self._new_publications()
-        sync = LearnerSync(self._groups, self.seat.learner, self.seat.incarnation, self._welcome_clock)
-        self._participant = Participant(sync, self._model, self._model.part_sizes())
+        sync = LearnerSync(self.groups, self.seat.learner, self.seat.incarnation, self._welcome_clock)
+        self._participant = Participant(sync, self.model, self.model.part_sizes())
         for publication, value_Y in early:
             self._participant.receive(publication, value_Y)
         self._take(adopt=True)
@@ -145,11 +160,17 @@ class Exchange:
         self.figures.steps += 1
         self.figures.tokens += report.label_tokens
         self.figures.busy += seconds
+        self.to_send = True
+        return self._boundary()
+
+    def _boundary(self) -> bool:
+        """Take, send and wait between two steps. False when told to stop."""
         began = time.monotonic()
         self._agree()
         goes_on = self._until_free()
-        if goes_on:
+        if goes_on and self.to_send:
             self._send(last=False)
+            self.to_send = False
             goes_on = self._until_free()
         self.figures.waited += time.monotonic() - began
         return goes_on
@@ -169,6 +190,15 @@ class Exchange:
                 return False
         self._take(adopt=True)
         return True
+
+    def pause(self) -> None:
+        """Leave in order to come back: nobody shall count this learner out for the moment. Every rank calls it."""
+        self.link.send({"kind": "pause"})
+        self.link.leave()
+
+    def resume(self, participant: Participant) -> None:
+        """Go on with what a checkpoint held, see `moe_async.engine.exchange_state`, instead of the newest values."""
+        self._participant = participant
 
     def report(self, summary: dict[str, Any]) -> None:
         """Tell the syncer what came out, on rank 0."""
@@ -192,7 +222,7 @@ class Exchange:
 
     def _send(self, last: bool) -> None:
         for header, contribution_Y in self.participant.contribute(last):
-            sizes = self._model.part_sizes()[header.id.fragment]
+            sizes = self.model.part_sizes()[header.id.fragment]
             parts = zip(contribution_Y.split(sizes), header.tokens, strict=True)
             live = torch.cat([part for part, count in parts if count] or [contribution_Y[:0]])
             message = {"kind": "update", "header": asdict(header)}

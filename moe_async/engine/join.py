@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_async.comm import World
+from moe_async.comm.session import Header
+from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.door import make_hello
 from moe_async.engine.exchange import Exchange
 from moe_async.engine.learner_model import RankModel
@@ -14,7 +17,7 @@ from moe_async.engine.seat import Seat, take_seat
 from moe_async.engine.step import Engine
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.syncer_link import SyncerLink
-from moe_async.errors import RecipeError
+from moe_async.errors import CheckpointError, RecipeError
 from moe_async.model.keys import expert_modules
 from moe_async.sync.event_log import EventLog
 
@@ -26,7 +29,7 @@ SYNCER_PATIENCE = 60.0
 
 
 def join_run(
-    recipe: Recipe, world: World, address: tuple[str, int] | None, learner: int
+    recipe: Recipe, world: World, address: tuple[str, int] | None, learner: int, checkpoint: Path | None = None
 ) -> tuple[SyncerLink | None, Seat | None]:
     """Take a place in the run of the syncer at ``address``; both None without one. Every rank calls it; blocks.
 
@@ -35,6 +38,7 @@ def join_run(
         world: this rank's view of the learner.
         address: host and port; None: this learner is on its own.
         learner: the place it wants; -1: any.
+        checkpoint: with which it comes back to the place it had.
 
     Raises:
         RecipeError: the recipe is for several learners and there is no address, or the other way round.
@@ -54,7 +58,31 @@ def join_run(
             "policy for each class of parameters to sync.between."
         )
     link = SyncerLink(*address, recipe.sync.timeout)
-    return link, take_seat(link, make_hello(recipe, world, learner), world, SYNCER_PATIENCE)
+    hello = make_hello(recipe, world, learner)
+    if checkpoint is not None:
+        hello |= _comeback(checkpoint, world)
+    return link, take_seat(link, hello, world, SYNCER_PATIENCE)
+
+
+def _comeback(checkpoint: Path, world: World) -> Header:
+    """Who a saved learner was.
+
+    Raises:
+        CheckpointError: the checkpoint is of a learner on its own, or of another number of ranks.
+    """
+    manifest = read_manifest(checkpoint)
+    state = manifest.trainer.get("exchange")
+    if not state:
+        raise CheckpointError(
+            f"{checkpoint} is of a learner that had not joined a run, so it has no place to come back to. Leave "
+            "--resume out to join with the newest shared weights."
+        )
+    if manifest.world_size != world.size:
+        raise CheckpointError(
+            f"{checkpoint} is of {manifest.world_size} ranks but this learner has {world.size}; what each rank had "
+            "under way is its own. Start as many ranks, or leave --resume out to join with the newest shared weights."
+        )
+    return {name: state[name] for name in ("learner", "incarnation", "clock")}
 
 
 def make_exchange(

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from moe_async.comm import World
 from moe_async.data import Batch, Corpus, TrainStream, heldout_batches
-from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
+from moe_async.engine.checkpoint import load_checkpoint, load_exchange, save_checkpoint
 from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.diagnose import find_non_finite
 from moe_async.engine.evaluate import Evaluation, evaluate
 from moe_async.engine.exchange import Exchange
+from moe_async.engine.exchange_state import exchange_state, exchange_tensors, restore_exchange
 from moe_async.engine.hooks import Hook, StepRecord
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.step import Engine, MicroBatch
@@ -66,6 +67,7 @@ class Trainer:
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
         self._evaluated_step = -1
+        self._resumed = False
         self._stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
         rows = recipe.micro_batch_size(world.size)
         self._heldout = heldout_batches(corpus, recipe.data.seq_len, world.rank, world.size, 2 * rows)
@@ -112,6 +114,8 @@ class Trainer:
         """Begin with the shared weights, at the others' place in the run. False when told to stop meanwhile."""
         if not exchange.start():
             return False
+        if self._resumed:
+            return True
         self.engine.global_step = exchange.clock
         self._stream.skip(exchange.clock * self.recipe.train.global_batch * exchange.seat.learners)
         return True
@@ -218,6 +222,7 @@ class Trainer:
             dump_recipe(self.recipe),
             self.state_dict(),
             self.recipe.train.keep_checkpoints,
+            None if self.exchange is None else exchange_tensors(self.exchange),
         )
         self.saved_step = step
         return self.saved_path
@@ -237,6 +242,10 @@ class Trainer:
             )
         manifest = load_checkpoint(checkpoint, self.engine.bridge)
         self.load_state_dict(manifest.trainer)
+        if self.exchange is not None:
+            tensors = load_exchange(checkpoint, self.world.rank)
+            restore_exchange(self.exchange, manifest.trainer["exchange"], tensors)
+            self._resumed = True
         self.saved_step, self.saved_path = self.engine.global_step, checkpoint
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,6 +259,7 @@ class Trainer:
             "data": self._stream.state_dict(),
             "load": self.load.state_dict(),
             "balance": self.engine.balance.state_dict(),
+            "exchange": {} if self.exchange is None else exchange_state(self.exchange),
             "first_evaluation": None if first is None else [first.bits_per_byte, first.by_domain],
             "last_evaluation": None if last is None else [self._evaluated_step, last.bits_per_byte, last.by_domain],
         }

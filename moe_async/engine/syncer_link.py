@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,9 +103,7 @@ class SyncerLink:
 
     def post_again(self) -> None:
         """Send everything that is not acknowledged, oldest first."""
-        with self._news:
-            waiting = list(self._unacknowledged.values())
-        for header, payload in waiting:
+        for header, payload in self.outbox():
             self.send(header, payload)
 
     def send(self, header: Mapping[str, Any], payload: Tensor | None = None) -> None:
@@ -113,10 +111,17 @@ class SyncerLink:
         if self._connection is not None and not self._connection.lost:
             self._connection.send(header, payload)
 
-    def unacknowledged(self) -> int:
-        """Number of updates that are not acknowledged."""
+    def outbox(self) -> list[tuple[Mapping[str, Any], Tensor]]:
+        """Updates that are not acknowledged, oldest first."""
         with self._news:
-            return len(self._unacknowledged)
+            return list(self._unacknowledged.values())
+
+    def load_outbox(self, updates: Sequence[tuple[Mapping[str, Any], Tensor]]) -> None:
+        """Put back what `outbox` gave; `post_again` sends it."""
+        with self._news:
+            for header, payload in updates:
+                key = header["header"]["id"]["fragment"], header["header"]["id"]["sequence"]
+                self._unacknowledged[key] = (header, payload)
 
     def next(self, count: int) -> list[tuple[Header, Tensor]]:
         """The next ``count`` ordered messages, which have come."""

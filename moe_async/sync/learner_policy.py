@@ -138,8 +138,11 @@ class LearnerPolicy:
         """A publication has come; it is taken between two steps."""
         self._inbox.append(publication)
 
-    def takes(self) -> list[Publication]:
-        """Publications to be taken now, in this order; they count as taken from now on."""
+    def takes(self, adopt: bool = False) -> list[Publication]:
+        """Publications to be taken now, in this order; they count as taken from now on.
+
+        With ``adopt`` also those whose version this learner has: a newcomer has not taken any.
+        """
         ready = [entry for entry in self._inbox if self._may_take(entry)]
         self._inbox = [entry for entry in self._inbox if entry not in ready]
         taken = []
@@ -147,13 +150,16 @@ class LearnerPolicy:
             state = self._fragments[entry.fragment]
             if entry.incarnation != self.incarnation or entry.version < state.version:
                 continue
+            flights = self._in_flight[entry.fragment]
+            repeated = entry.version == state.version and not any(flight[0] <= entry.settled for flight in flights)
             state.version = entry.version
             self.phase = max(self.phase, entry.phase)
-            flights = self._in_flight[entry.fragment]
             self._in_flight[entry.fragment] = [flight for flight in flights if flight[0] > entry.settled]
             self._released = max(self._released, entry.seen)
             self._position.hear(entry.progress, entry.seen)
-            taken.append(entry)
+            # A value that comes again, as after a lost connection, would undo what was learnt since it was taken.
+            if adopt or not repeated or self.settings.contribution == "grad":
+                taken.append(entry)
         return taken
 
     def _may_take(self, entry: Publication) -> bool:

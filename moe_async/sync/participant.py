@@ -102,7 +102,7 @@ class Participant:
         """Take what may be taken at this boundary; with ``adopt`` instead of the local values, as a newcomer does."""
         before = {number: self._ages(number) for number in self.views}
         taken = []
-        for entry in self.sync.takes():
+        for entry in self.sync.takes(adopt):
             mix = 0.0 if adopt else self.sync.mix(entry.fragment)
             self._write(entry, mix)
             ages = [age for sequence, age in before[entry.fragment] if sequence <= entry.settled]

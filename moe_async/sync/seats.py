@@ -28,6 +28,7 @@ class Seat:
         parts: of updates that have not come from all ranks yet.
         ready: it has loaded its text and built its model.
         joined: it takes part.
+        paused: it leaves in order to come back.
         finished: ranks that have sent all they had.
     """
 
@@ -39,6 +40,7 @@ class Seat:
     parts: dict[UpdateId, dict[int, Tensor]] = field(default_factory=dict)
     ready: bool = False
     joined: bool = False
+    paused: bool = False
     finished: set[int] = field(default_factory=set)
 
     @property

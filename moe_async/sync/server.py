@@ -94,7 +94,8 @@ class MergingServer:
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._began, self._offset = time.monotonic(), 0.0
         self._first_ready: float | None = None
-        self._started = self._finale = False
+        self._started = self._finale = self._paused = False
+        self._absent: dict[int, float] = {}
         self._stop = threading.Event()
         self._lobby = Lobby(
             door,
@@ -109,7 +110,7 @@ class MergingServer:
 
     def serve(self) -> None:
         """Serve until every learner that took part has finished and left, or `stop` is called."""
-        while not self._stop.is_set() and not (self._finale and not self._lobby.seats):
+        while not self._stop.is_set() and not (self._ending and not self._lobby.seats):
             with suppress(queue.Empty):
                 self._events.get(timeout=self._patience())()
             if self.merger is not None:
@@ -117,6 +118,11 @@ class MergingServer:
         self._lobby.close()
         if self._journal is not None:
             self._journal.close()
+
+    @property
+    def _ending(self) -> bool:
+        """Whether nobody is waited for once all seats are empty: the run is over, or all learners were told to stop."""
+        return self._finale or self._paused
 
     def stop(self) -> None:
         """End `serve` soon; safe to call from a signal handler or another thread."""
@@ -133,6 +139,8 @@ class MergingServer:
         if not self._started:
             self._start_if_ready()
             return
+        for learner in [learner for learner, until in self._absent.items() if until <= self._now()]:
+            self._count_out(learner)
         due = merger.syncer.due()
         if due is not None and due <= self._now():
             self._input({"kind": "tick", "now": self._now()})
@@ -144,7 +152,7 @@ class MergingServer:
     def _receive(self, connection: Connection, header: Header, payload: Tensor) -> None:
         handlers: dict[str, Callable[[Seat, int, Header, Tensor], None]] = {
             "ready": self._ready, "update": self._update, "finish": self._finish, "report": self._report,
-            "bye": lambda *_: None,
+            "pause": self._pause, "bye": lambda *_: None,
         }  # fmt: skip
         kind = str(header.get("kind"))
         found = self._lobby.seat_of(connection)
@@ -201,6 +209,8 @@ class MergingServer:
 
     def _join(self, seat: Seat) -> None:
         seat.joined = True
+        self._paused = False
+        self._absent.pop(seat.learner, None)
         who = {"learner": seat.learner, "incarnation": seat.incarnation, "clock": seat.clock}
         self._input({"kind": "join", "now": self._now(), **who})
         if self._finale and self.merger is not None:
@@ -254,8 +264,18 @@ class MergingServer:
         seat.close(wait=False)
         if not self._finale:
             self._say(f"learner {seat.learner} is gone (rank {rank}: {reason})")
-            if seat.joined:
-                self._input({"kind": "leave", "now": self._now(), "learner": seat.learner})
+            if seat.paused:
+                self._absent[seat.learner] = self._now() + self._lobby.timeout
+            elif seat.joined:
+                self._count_out(seat.learner)
+
+    def _pause(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
+        seat.paused = self._paused = True
+
+    def _count_out(self, learner: int) -> None:
+        """Nobody waits for a learner any more."""
+        self._absent.pop(learner, None)
+        self._input({"kind": "leave", "now": self._now(), "learner": learner})
 
     # The merger.
 
@@ -276,9 +296,8 @@ class MergingServer:
         self._offset = recovered - (time.monotonic() - self._began)
         self._started = True
         self._lobby.incarnations = dict(self.merger.syncer.incarnations)
-        for learner in sorted(self.merger.syncer.members):
-            # Whoever was here has to knock again.
-            self._input({"kind": "leave", "now": self._now(), "learner": learner})
+        # Whoever was here is about to knock again; until then the policies wait for it as before.
+        self._absent = dict.fromkeys(self.merger.syncer.members, self._now() + run.timeout)
 
     def _input(self, entry: dict[str, Any], payload_X: Tensor | None = None) -> None:
         """Write down what happened, then act on it."""

@@ -69,6 +69,9 @@ class Syncer:
             now: the time.
             clock: its steps, when only its connection had been lost; None: it begins where the others are.
         """
+        if clock is not None and learner in self.members and self.incarnations[learner] == incarnation:
+            # It was never counted out.
+            return [Welcome(learner, incarnation, clock), *self.publish_all(learner)]
         decisions = self.leave(learner, now)
         if clock is None:
             bound = [policy for policy in self.policies if policy.settings.clock_bound is not None]
@@ -212,9 +215,9 @@ class LearnerSync:
         for publication in publications:
             self._of[publication.fragment].receive(publication)
 
-    def takes(self) -> list[Publication]:
-        """Publications to be taken now; they count as taken."""
-        return [entry for policy in self.policies for entry in policy.takes()]
+    def takes(self, adopt: bool = False) -> list[Publication]:
+        """Publications to be taken now; they count as taken. See `LearnerPolicy.takes`."""
+        return [entry for policy in self.policies for entry in policy.takes(adopt)]
 
     def must_wait(self) -> bool:
         """Whether the next step has to wait for a publication."""

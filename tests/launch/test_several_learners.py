@@ -12,6 +12,8 @@ import time
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from moe_async.sync.event_log import read_entries
 from tests.helpers.launch import Launch, all_gone
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 def start(folder, *arguments, steps=40, pace=0.0, between=None):
     """`moe_async.launch` on a tiny recipe with two learners of two ranks."""
+    folder.mkdir(exist_ok=True)
     document = tiny_document(write_texts(folder / "texts"), folder / "runs")
     document["sync"] = {"learners": 2, "timeout": 15.0, "between": between or BETWEEN}
     document["name"], document["train"]["steps"] = "several", steps
@@ -146,6 +149,39 @@ def test_ctrl_c_saves_and_ends_everything(tmp_path):
     run.wait(60)
     assert all_gone(everything, 20)
     assert list((tmp_path / "runs" / "several").glob("learner-*/checkpoints/step_*"))
+
+
+def weights(run):
+    """All parameters of the newest checkpoint of learner 0."""
+    newest = max((run / "learner-0" / "checkpoints").glob("step_*"))
+    found = {}
+    for path in [newest / "dense.safetensors", *newest.glob("experts-*.safetensors")]:
+        found |= {name: tensor for name, tensor in load_file(path).items() if name.startswith(("param/", "exp_avg"))}
+    return newest.name, found
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
+    """DiLoCo, where the weights do not depend on who was faster: learners, syncer and what was under way go on."""
+    between = {"dense": {"policy": "diloco", "every": 3}, "expert": {"policy": "same"}, "router": {"policy": "same"}}
+    whole = start(tmp_path / "whole", steps=12, between=between)
+    assert whole.wait() == 0, whole.text()
+    stopped = start(tmp_path / "stopped", steps=12, between=between)
+    stopped.wait_for("learner 0] step 4/")
+    os.kill(stopped.process.pid, signal.SIGINT)
+    stopped.wait(60)
+    run = tmp_path / "stopped" / "runs" / "several"
+    assert "stopped by" in stopped.text() and not (run / "summary.json").exists()
+    resumed = Launch(
+        tmp_path / "stopped", sys.executable, "-m", "moe_async.launch", "several.yaml", "--ranks", "2",
+        "--resume", str(run),
+    )  # fmt: skip
+    assert resumed.wait() == 0, resumed.text()
+    assert "resumed from" in resumed.text() and "the run goes on where it was" in resumed.text()
+    (step, wanted), (again, found) = weights(tmp_path / "whole" / "runs" / "several"), weights(run)
+    assert step == again and wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    check_ledger(run)
 
 
 def test_a_recipe_for_one_learner_is_refused(tmp_path):
