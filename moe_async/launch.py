@@ -150,7 +150,13 @@ class Run:
         # A process group of its own: a learner dies with all its ranks, and alone.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, bufsize=1,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", "MOE_ASYNC_LOCAL_RANKS": str(self._local_ranks)},
+            env=os.environ
+            | {
+                "PYTHONUNBUFFERED": "1",
+                "MOE_ASYNC_LOCAL_RANKS": str(self._local_ranks),
+                # Each part ends by itself when this process is gone.
+                "MOE_ASYNC_STARTER": str(os.getpid()),
+            },
         )  # fmt: skip
         self._parts[name] = Part(name, again or command, process, restarts)
         assert process.stdout is not None

@@ -11,12 +11,15 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import psutil
 import torch
 
 from moe_async.comm.session import Door
@@ -56,6 +59,16 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def stop_with_starter(server: MergingServer) -> None:
+    """Stop once the command that started the whole run is gone, if there is one."""
+    starter = int(os.environ.get("MOE_ASYNC_STARTER", "0"))
+    while starter:
+        time.sleep(1.0)
+        if not psutil.pid_exists(starter):
+            server.stop()
+            return
+
+
 def report(server: MergingServer) -> None:
     """The closing table, and the run's summary.json."""
     description = server.run
@@ -93,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         def on_signal(number: int, frame: FrameType | None) -> None:
             server.stop()
 
+        threading.Thread(target=stop_with_starter, args=(server,), daemon=True).start()
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         say(f"listening on {door.host}:{door.port}")

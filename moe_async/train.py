@@ -93,7 +93,8 @@ class Session:
         check_vocabulary(self.recipe, self.tokenizer)
         share_cores()
         # Before joining: a rank whose launcher dies while it waits for the others is ended too.
-        self.stop = StopFlag(launched="CROSS_SIZE" in os.environ)
+        starter = int(os.environ.get("MOE_ASYNC_STARTER", "0"))
+        self.stop = StopFlag(launched="CROSS_SIZE" in os.environ, starter=starter)
         self.stop.watch()
         self.world = join_world(self.recipe)
         # Not earlier: a rank that still waits for others to join has nothing to save and shall end at once.

@@ -34,11 +34,13 @@ class StopFlag:
 
     Args:
         launched: DeepSpeed's launcher started this process.
+        starter: process id of the command that started the whole run, above the launcher; 0: there is none.
     """
 
-    def __init__(self, launched: bool = False) -> None:
+    def __init__(self, launched: bool = False, starter: int = 0) -> None:
         self.reason = ""
         self._launched = launched
+        self._starter = starter
         self._launcher = launcher_processes()
         self._interrupted = False
         self._grace = ALONE_SECONDS
@@ -62,7 +64,9 @@ class StopFlag:
         self.reason = signal.Signals(number).name
 
     def orphaned(self) -> bool:
-        """Whether the launcher, or the command that started it, is gone."""
+        """Whether the launcher, or a command that started it, is gone."""
+        if self._starter and not psutil.pid_exists(self._starter):
+            return True
         parent = os.getppid()
         if not self._launcher:
             # It was gone before anybody looked: the first process of the system took over.

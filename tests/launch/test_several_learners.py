@@ -184,6 +184,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
     check_ledger(run)
 
 
+def test_nothing_outlives_the_launch(tmp_path):
+    run = start(tmp_path, steps=100_000)
+    run.wait_for("learner 1] step 3/")
+    everything = processes(run)
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert all_gone(everything, 60)
+
+
 def test_a_recipe_for_one_learner_is_refused(tmp_path):
     recipe = write_recipe(tmp_path / "tiny.yaml", tiny_document(write_texts(tmp_path / "texts"), tmp_path / "runs"))
     run = Launch(tmp_path, sys.executable, "-m", "moe_async.launch", str(recipe))
