@@ -33,6 +33,7 @@ def test_the_commands_are_those_that_tests_run():
     run_here = {
         "make train",
         'make train RECIPE=... ARGS="--set train.steps=100"',
+        "make train RECIPE=recipes/quickstart-sync.yaml",
         "deepspeed --num_gpus 2 --module moe_async.train --recipe recipes/quickstart-sync.yaml",
         "torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart-sync.yaml",
         "srun --ntasks 2 python -m moe_async.train --recipe recipes/quickstart-sync.yaml",
@@ -67,6 +68,16 @@ def test_make_train_and_evaluate(tmp_path):
     assert use.wait() == 0 and "1 text" in use.text(), use.text()
     evaluate = Launch(tmp_path, sys.executable, str(ROOT / "tools" / "evaluate.py"), "runs/quickstart-sync")
     assert evaluate.wait() == 0 and "the run itself measured" in evaluate.text(), evaluate.text()
+
+
+@pytest.mark.slow
+def test_make_train_of_two_learners(tmp_path):
+    """`make train` as it stands: a syncer, and two learners of two ranks."""
+    arguments = shlex.join([*LESS, "--set", f"log.dir={tmp_path / 'runs'}"])
+    train = Launch(tmp_path, "make", "-C", str(ROOT), "train", f"VENV={sys.prefix}", f"ARGS={arguments}")
+    assert train.wait(300) == 0, train.text()
+    assert "-m moe_async.launch recipes/quickstart.yaml --ranks 2" in train.text()
+    assert "held-out bits per byte" in train.text() and re.search(r"learner 0 +learner 1", train.text())
 
 
 @pytest.mark.slow
