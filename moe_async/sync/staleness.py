@@ -46,6 +46,18 @@ class StalenessTally:
         """Median, 95th percentile and maximum of each kind; None where nothing was seen."""
         return {kind: _figures(counts) for kind, counts in self._of(learner).items()}
 
+    def overall(self) -> dict[str, dict[str, float] | None]:
+        """As `summary`, over all learners."""
+        totals: dict[str, Counter[int]] = {kind: Counter() for kind in KINDS}
+        for counts in self.counts.values():
+            for kind, counter in counts.items():
+                totals[kind].update(counter)
+        return {kind: _figures(counts) for kind, counts in totals.items()}
+
+    def merged_steps(self) -> int:
+        """Local steps in all merged updates; a step counts once for each fragment that it was sent in."""
+        return sum(steps * times for counts in self.counts.values() for steps, times in counts["drift"].items())
+
     def state_dict(self) -> dict[str, Any]:
         """The counts as JSON values."""
         return {

@@ -60,6 +60,7 @@ class VirtualRun:
         until_progress: a learner stops once the mean number of steps, as it knows it, has come to this; None: never.
         observe: called with the time, the learner and its participant whenever a learner starts a step.
         flush: whether a learner sends what it has not sent yet when it stops.
+        unit_bytes: bytes of each unit of each fragment on a link, where models stand for larger ones; None: their own.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class VirtualRun:
         until_progress: float | None = None,
         observe: Callable[[float, int, Participant], None] | None = None,
         flush: bool = False,
+        unit_bytes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         if steps is None and until_progress is None:
             raise SyncError("a virtual run needs an end: give steps or until_progress.")
@@ -95,8 +97,11 @@ class VirtualRun:
         self._lives: dict[int, _Life] = {}
         models = {learner: make_model(learner, 0, 0) for learner in range(learners)}
         fragments = [fragment for group in groups for fragment in group.fragments]
-        self._sizes = {fragment.number: fragment.unit_sizes for fragment in fragments}
         initial = {fragment.number: models[0].read(fragment.number) for fragment in fragments}
+        self._unit_bytes = unit_bytes or {
+            fragment.number: [size * initial[fragment.number].element_size() for size in fragment.unit_sizes]
+            for fragment in fragments
+        }
         self.merger = Merger(groups, initial, learners, self.log, schedule)
         for failure in failures:
             self._at(failure.at, _FAULT, failure.learner, 0, partial(self._fail, failure))
@@ -107,8 +112,10 @@ class VirtualRun:
         for life in list(self._lives.values()):
             self._start_step(life)
 
-    def run(self, until: float | None = None) -> None:
+    def run(self, until: float | None = None, only_work: bool = False) -> None:
         """Let time pass until nothing happens any more, or to a time (seconds).
+
+        With ``only_work`` it ends once `finished`, whatever failures are still to come.
 
         Raises:
             SyncError: learners wait for something that cannot come.
@@ -116,12 +123,19 @@ class VirtualRun:
         while self._queue and (until is None or self._queue[0][0] <= until):
             self.now, *_, action = heapq.heappop(self._queue)
             action()
+            if only_work and self.finished:
+                return
         if until is not None:
             self.now = max(self.now, until)
         lives = self._lives.values()
         stuck = [life.number for life in lives if life.participant is None or life.waiting not in ("", "end")]
         if until is None and stuck:
             raise SyncError(f"learners {stuck} wait for what never comes; the policy and the learners do not fit.")
+
+    @property
+    def finished(self) -> bool:
+        """Whether no member makes a further step, and all that they sent is merged."""
+        return self.merger.syncer.finished and not self.merger.syncer.pending()
 
     def participant(self, learner: int) -> Participant | None:
         """A learner's current life; None while it is away."""
@@ -209,7 +223,7 @@ class VirtualRun:
         figures = self.figures[life.number]
         for header, payload_X in updates:
             self.log.send(header, self.now)
-            size = self._bytes(header, payload_X)
+            size = self._bytes(header)
             figures.sent += size
             figures.rounds += 1
             life.unsent_steps = 0
@@ -219,11 +233,10 @@ class VirtualRun:
     def _arrive(self, header: UpdateHeader, payload_X: Tensor) -> None:
         self._pass_on(self.merger.arrive(header, payload_X, self.now))
 
-    def _bytes(self, header: UpdateHeader, payload_X: Tensor) -> int:
+    def _bytes(self, header: UpdateHeader) -> int:
         """Units without tokens do not travel."""
-        sizes = self._sizes[header.id.fragment]
-        live = sum(size for size, count in zip(sizes, header.tokens, strict=True) if count)
-        return self._links.header_bytes + live * payload_X.element_size()
+        sizes = self._unit_bytes[header.id.fragment]
+        return self._links.header_bytes + sum(size for size, n in zip(sizes, header.tokens, strict=True) if n)
 
     def _passage(self, learner: int, up: bool, link: Link, size: int) -> float:
         """When a message that is handed to a link now arrives."""
@@ -236,10 +249,9 @@ class VirtualRun:
         """Send what the syncer decided, and see to its next timer."""
         for entry in outgoing:
             learner = entry.message.learner
-            value_bytes = 0 if entry.value_X is None else entry.value_X.nbytes
-            size = self._links.header_bytes + value_bytes
-            arrives = self._passage(learner, False, self._links.to_learner(learner), size)
             fragment = entry.message.fragment if isinstance(entry.message, Publication) else -1
+            size = self._links.header_bytes + sum(self._unit_bytes.get(fragment, ()))
+            arrives = self._passage(learner, False, self._links.to_learner(learner), size)
             self._at(arrives, _DELIVERY, learner, fragment, partial(self._deliver, entry, size))
         due = self.merger.syncer.due()
         if due is not None and due not in self._timers:
