@@ -15,6 +15,7 @@ TOOLS = {
     "evaluate": "held-out loss of a checkpoint in bits per byte",
     "local_ranks": "ranks to start on this machine for a recipe",
     "selective_precision": "the selective-precision experiment, as one table",
+    "simulate_sync": "policies between learners side by side, under a virtual clock",
 }
 
 
