@@ -4,8 +4,9 @@
     moe-async simulate-sync recipes/quickstart.yaml --stub --learners 100 --fail 1/h --bandwidth 1Gbit --steps 3600 \\
         --policy diloco:every=50 --policy decoupled:every=50,expert.every=200
 
-A policy is written NAME[:key=value,...] with the entries of sync.between; they hold for all classes, but for those that
-begin with expert. or router. alone, and outer.lr and the like go one level deeper. `recipe` is what the recipe says.
+A policy is written NAME[:key=value,...] with the entries of sync.between. They hold for all classes; those that begin
+with expert. or router. hold for these alone, outer.lr and the like go one level deeper, and optim.lr and the like give
+a policy its own optimizer. `recipe` is what the recipe says.
 
 Each learner trains its copy of the model on its own text, as in a launch of one rank; steps, links and failures take
 the virtual time that the options say. Two tables compare the policies after the same time (--seconds) and after the
@@ -68,8 +69,10 @@ def policy_overrides(text: str, has_experts: bool) -> list[str]:
         key, equals, value = entry.partition("=")
         if not (key.strip() and equals and value.strip()):
             raise SyncError(f"{entry!r} in the policy {text!r} is not key=value. Write it like diloco:every=20,lr=0.7.")
-        path = key.strip() if key.strip().startswith(("expert.", "router.")) else f"dense.{key.strip()}"
-        overrides.append(f"sync.between.{path}={value.strip()}")
+        path = key.strip()
+        if not path.startswith("optim."):
+            path = f"sync.between.{path if path.startswith(('expert.', 'router.')) else f'dense.{path}'}"
+        overrides.append(f"{path}={value.strip()}")
     return overrides
 
 
@@ -84,14 +87,13 @@ def policy_recipe(parsed: argparse.Namespace, policy: str, seed: int) -> Recipe:
         *parsed.overrides, "parallel.expert=1", "parallel.zero=0", "sync.inside=blocking",
         f"sync.learners={parsed.learners}", f"train.steps={parsed.steps or plain.train.steps}",
         f"train.seed={plain.train.seed + seed}", f"data.seed={plain.data.seed + seed}",
-        *policy_overrides(policy, plain.moe is not None),
     ]  # fmt: skip
     if parsed.sgd_lr is not None and policy.partition(":")[0] in gradient_policies():
         overrides += [f"optim.lr={parsed.sgd_lr}", f"optim.momentum={parsed.sgd_momentum}"]
         if plain.optim.kind != "sgd":
             # A decay beside the gradient is another one within it.
             overrides += ["optim.kind=sgd", "optim.weight_decay=0"]
-    return load_recipe(parsed.recipe, overrides)
+    return load_recipe(parsed.recipe, [*overrides, *policy_overrides(policy, plain.moe is not None)])
 
 
 def machine_of(parsed: argparse.Namespace, seed: int) -> Machine:

@@ -78,13 +78,14 @@ def test_the_same_seed_gives_the_same_numbers(recipe, capsys):
 
 
 def test_entries_of_policies_reach_their_classes(recipe, capsys):
-    policy = "decoupled:every=2,expert.every=3,outer.lr=0.5,outer.momentum=0"
+    policy = "decoupled:every=2,expert.every=3,outer.lr=0.5,outer.momentum=0,optim.lr=0.01"
     assert simulate_sync.policy_overrides(policy, True) == [
         "sync.between={dense: {policy: decoupled}, expert: {policy: same}, router: {policy: same}}",
         "sync.between.dense.every=2",
         "sync.between.expert.every=3",
         "sync.between.dense.outer.lr=0.5",
         "sync.between.dense.outer.momentum=0",
+        "optim.lr=0.01",
     ]
     ((run,),) = figures(recipe, capsys, "--learners", "2", "--stub", "--policy", policy).values()
     drift = run["at_time"]["staleness"]["drift"]
