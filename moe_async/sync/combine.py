@@ -33,9 +33,10 @@ def combine_weights(
         claims = [_claim(combine, update.tokens[unit]) for update in updates]
         discounts = [1 / (1 + combine.discount * max(version - update.base_version, 0)) for update in updates]
         if combine.over == "arrived":
-            total = sum(claim * discount for claim, discount in zip(claims, discounts, strict=True))
+            shares = [_share(combine, update.tokens[unit]) for update in updates]
+            total = sum(share * discount for share, discount in zip(shares, discounts, strict=True))
         else:
-            known = [_claim(combine, tokens[unit]) for tokens in latest.values()]
+            known = [_share(combine, tokens[unit]) for tokens in latest.values()]
             # Who has not been heard of yet counts as much as the others on average.
             total = sum(known) * max(members, len(known)) / len(known)
         for row, claim, discount in zip(rows, claims, discounts, strict=True):
@@ -45,3 +46,8 @@ def combine_weights(
 
 def _claim(combine: Combine, tokens: int) -> float:
     return float(tokens) if combine.weight == "tokens" else float(tokens > 0)
+
+
+def _share(combine: Combine, tokens: int) -> float:
+    """What a claim adds to the divisor."""
+    return 1.0 if combine.counts_idle and combine.weight == "equal" else _claim(combine, tokens)

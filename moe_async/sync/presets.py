@@ -13,10 +13,13 @@ from moe_async.sync.settings import Combine, Gate, PolicyPlan, PolicySettings, S
 
 Weight = Literal["equal", "tokens"]
 
+_MEAN = Combine(counts_idle=True)
+"""The mean of gradients."""
+
 
 def bsp(optimizer: Outer) -> PolicySettings:
     """Bulk-synchronous: one optimizer step with the mean gradient of all learners (Valiant 1990)."""
-    return PolicySettings(contribution="grad", max_lag=0, outer=optimizer)
+    return PolicySettings(contribution="grad", max_lag=0, combine=_MEAN, outer=optimizer)
 
 
 def m_sync(optimizer: Outer, count: int) -> PolicySettings:
@@ -24,7 +27,7 @@ def m_sync(optimizer: Outer, count: int) -> PolicySettings:
 
     Backup workers (Chen et al. 2016); m-synchronous SGD (Begunov and Tyurin 2026).
     """
-    return PolicySettings(contribution="grad", gate=Gate("first", count), max_lag=0, outer=optimizer)
+    return PolicySettings(contribution="grad", gate=Gate("first", count), max_lag=0, combine=_MEAN, outer=optimizer)
 
 
 def asp(optimizer: Outer, discount: float = 0.0, max_lag: int | None = None) -> PolicySettings:
@@ -35,7 +38,7 @@ def asp(optimizer: Outer, discount: float = 0.0, max_lag: int | None = None) -> 
     return PolicySettings(
         contribution="grad",
         gate=Gate("each"),
-        combine=Combine(over="members", discount=discount),
+        combine=Combine(over="members", discount=discount, counts_idle=True),
         max_lag=max_lag,
         outer=optimizer,
     )
@@ -47,11 +50,11 @@ def ssp(
     """Stale-synchronous parallel (Ho et al. 2013): as `asp`, but nobody starts a step more than ``bound`` steps ahead
     of the slowest. With ``aggregate="clock"`` the gradients of one step number make one optimizer step together."""
     if aggregate == "clock":
-        return PolicySettings(contribution="grad", clock_bound=bound, outer=optimizer)
+        return PolicySettings(contribution="grad", clock_bound=bound, combine=_MEAN, outer=optimizer)
     return PolicySettings(
         contribution="grad",
         gate=Gate("each"),
-        combine=Combine(over="members", discount=discount),
+        combine=Combine(over="members", discount=discount, counts_idle=True),
         clock_bound=bound,
         outer=optimizer,
     )

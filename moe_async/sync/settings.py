@@ -39,11 +39,15 @@ class Combine:
         over: weights are divided by their sum over the ``arrived`` updates of the merge, or over the latest known
             weights of all ``members``: then it does not matter in which groups updates arrive.
         discount: an update that lags behind by n versions counts ``1 / (1 + discount * n)``.
+        counts_idle: with equal weights, whether a unit that saw no token counts in the divisor. A gradient is a mean
+            over all tokens of its learner, so that of an expert without tokens is 0 and belongs into the mean of all;
+            but a learner that did not train an expert has no say in where that should go.
     """
 
     weight: Literal["equal", "tokens"] = "equal"
     over: Literal["arrived", "members"] = "arrived"
     discount: float = 0.0
+    counts_idle: bool = False
 
 
 @dataclass(frozen=True)

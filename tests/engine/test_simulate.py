@@ -63,12 +63,20 @@ def final_values(recipe, corpus):
     }
 
 
-@pytest.mark.parametrize("optim", [{"momentum": 0.9, "weight_decay": 0.1}, {"expert": {"lr_scale": 0.5}}])
-def test_bsp_is_one_learner_with_the_batches_of_all(text, optim):
+@pytest.mark.parametrize(
+    ("optim", "batch"),
+    [
+        ({"momentum": 0.9, "weight_decay": 0.1}, 16),
+        ({"expert": {"lr_scale": 0.5}}, 16),
+        # One window of eight tokens, so that some experts get none.
+        ({"momentum": 0.9}, 1),
+    ],
+)
+def test_bsp_is_one_learner_with_the_batches_of_all(text, optim, batch):
     # Warm-up shows that the syncer's rate is that of the step.
     optim = {**optim, "schedule": {"kind": "cosine", "warmup": 2}}
-    together = recipe_of(text, {"policy": "bsp"}, learners=2, batch=16, optim=optim)
-    alone = recipe_of(text, {"policy": "bsp"}, learners=2, batch=32, optim=optim)
+    together = recipe_of(text, {"policy": "bsp"}, learners=2, batch=batch, optim=optim)
+    alone = recipe_of(text, {"policy": "bsp"}, learners=2, batch=2 * batch, optim=optim)
     corpus = corpus_of(together)
     keys = [key for keys in exchange_keys(build_model(alone), 4).values() for key in keys]
     learner = SimulatedLearner(alone, corpus, cut(keys, 1), 0, 1)

@@ -268,6 +268,15 @@ def test_factors_over_members():
     assert found[0] == pytest.approx((1 / 2 / 3, 0.0, 1 / 2)) and found[1] == pytest.approx((1 / 4 / 3, 0.0, 0.0))
 
 
+def test_gradients_of_idle_units_are_zeros_in_the_mean():
+    assert weights(Combine(counts_idle=True), UPDATES) == ((0.5, 0.0, 0.5), (0.5, 0.0, 0.0))
+    over = weights(Combine("equal", "members", counts_idle=True), UPDATES)
+    assert over[0] == pytest.approx((1 / 3, 0.0, 1 / 3)) and over[1] == pytest.approx((1 / 3, 0.0, 0.0))
+    for policy in (presets.bsp(SGD), presets.m_sync(SGD, 2), presets.asp(SGD), presets.ssp(SGD, 2),
+                   presets.ssp(SGD, 2, "clock")):  # fmt: skip
+        assert policy.combine.counts_idle
+
+
 def test_a_lag_below_zero_is_none():
     assert weights(Combine(discount=0.25), [header(0, base=7), header(1, base=5)], version=5) == ((0.5,), (0.5,))
 
@@ -334,11 +343,11 @@ def test_what_policies_say_of_themselves():
 
 def test_presets_are_their_parts():
     outer = Outer("nesterov", 0.7, 0.9)
-    assert presets.bsp(SGD) == PolicySettings("grad", max_lag=0, outer=SGD)
+    assert presets.bsp(SGD) == PolicySettings("grad", max_lag=0, combine=Combine(counts_idle=True), outer=SGD)
     assert presets.diloco(7) == PolicySettings(every=7, outer=outer)
     assert presets.local_sgd(7, "tokens") == PolicySettings(every=7, combine=Combine("tokens"))
     assert presets.delayed_nesterov(7, 3).outer == Outer("delayed_nesterov", 0.7, 0.9, 3, 0.0)
-    assert presets.ssp(SGD, 2, discount=0.5).combine == Combine("equal", "members", 0.5)
+    assert presets.ssp(SGD, 2, discount=0.5).combine == Combine("equal", "members", 0.5, counts_idle=True)
     assert presets.asp(SGD, 0.5, 3) == replace(presets.ssp(SGD, 9, discount=0.5), clock_bound=None, max_lag=3)
     streaming = presets.streaming_diloco(7, 2)
     assert (streaming.overlap, streaming.mix, streaming.shares_merge, streaming.outer) == (0, 0.5, True, outer)
