@@ -156,7 +156,6 @@ def test_options_that_say_nothing(recipe, capsys, options, message):
 
 
 def test_a_plot(recipe, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     options = ("--learners", "2", "--policy", "bsp", "--policy", "decoupled:every=2")
     for name, extra in (("curves.png", ()), ("bars.png", ("--stub",))):
         figures(recipe, capsys, *options, *extra, "--plot", str(tmp_path / name))
