@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -53,10 +53,23 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )  # fmt: skip
     parser.add_argument("--resume", metavar="FOLDER", help="the folder of a run that was stopped: go on with it")
     parser.add_argument(
+        "--pace", type=pace, action="append", default=[], metavar="LEARNER:SECONDS",
+        help="let each step of a learner take at least so long, for experiments; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
         "--restarts", type=int, default=3, metavar="N",
         help="how often a learner or the syncer that died is started anew; default: %(default)d",
     )  # fmt: skip
     return parser.parse_args(arguments)
+
+
+def pace(text: str) -> tuple[int, float]:
+    """Learner and seconds of ``LEARNER:SECONDS``."""
+    learner, _, seconds = text.partition(":")
+    try:
+        return int(learner), float(seconds)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pace; write LEARNER:SECONDS, such as 0:2.5") from None
 
 
 @dataclass
@@ -85,6 +98,7 @@ class Run:
         ranks: of each learner.
         restarts: how often a part may be started anew.
         resume: folder of a run to go on with; None: a new one.
+        paces: seconds that each step of a learner takes at least, by learner.
     """
 
     def __init__(
@@ -95,6 +109,7 @@ class Run:
         ranks: int,
         restarts: int,
         resume: Path | None = None,
+        paces: Mapping[int, float] | None = None,
     ) -> None:
         self._recipe, self._path, self._overrides = recipe, recipe_path, list(overrides)
         self._ranks, self._restarts = ranks, restarts
@@ -105,7 +120,7 @@ class Run:
                 f"{recipe.sync.learners} learners of {ranks} ranks need {wanted} accelerators but this machine has "
                 f"{self._accelerators}. Use fewer --ranks or --learners, or start learners on several machines by hand."
             )
-        self._resume = resume
+        self._resume, self._paces = resume, paces or {}
         self._port = free_port()
         self._listening = threading.Event()
         self._stopping = self._over = 0.0
@@ -142,6 +157,8 @@ class Run:
             command = ["deepspeed", "--include", f"localhost:{devices}"]
         command += ["--master_port", str(free_port()), "--module", "moe_async.train", "--recipe", self._path]
         command += ["--join", f"127.0.0.1:{self._port}", "--learner", str(learner)]
+        if learner in self._paces:
+            command += ["--pace", str(self._paces[learner])]
         for override in self._overrides:
             command += ["--set", override]
         return command
@@ -268,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{resume} is not the folder of a run with several learners: it has no folder syncer. Give a folder "
                 "such as runs/quickstart, or leave --resume out."
             )
-        run = Run(recipe, parsed.recipe, overrides, ranks, parsed.restarts, resume)
+        run = Run(recipe, parsed.recipe, overrides, ranks, parsed.restarts, resume, dict(parsed.pace))
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             run.stop()

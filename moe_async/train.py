@@ -69,6 +69,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--learner", type=int, default=-1, metavar="N", help="with --join: the place to take; default: a free one"
     )
+    parser.add_argument(
+        "--pace", type=float, default=0.0, metavar="SECONDS", help="let a step take at least so long, for experiments"
+    )
     parser.add_argument("--local_rank", "--local-rank", type=int, help="given by the launcher; not used")
     return parser.parse_args(arguments)
 
@@ -123,6 +126,7 @@ class Session:
         if self.link is not None and self.seat is not None:
             exchange = make_exchange(engine, self.recipe, self.link, self.seat, self.stop, self.folder)
         self.trainer = Trainer(engine, self.recipe, self.world, self.corpus, self.folder, self.stop, exchange)
+        self.trainer.pace = arguments.pace
         self.first_step = FirstStepHook(self.began)
 
     def say(self, text: str) -> None:

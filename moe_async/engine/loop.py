@@ -38,6 +38,9 @@ class Trainer:
         folder: where the run writes.
         stop: raised when the run shall end early.
         exchange: with the syncer, where this is one of several learners.
+
+    Attributes:
+        pace: seconds that a step takes at least; it sleeps for the rest. For experiments with uneven learners.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Trainer:
         self.folder = folder
         self.stop = stop
         self.exchange = exchange
+        self.pace = 0.0
         self.hooks: list[Hook] = []
         self.load = LoadWindow(after=recipe.train.steps - max(20, recipe.train.steps // 10))
         self.tokens = 0
@@ -158,6 +162,7 @@ class Trainer:
         if self.exchange is not None:
             self.engine.ahead = self.exchange.position - self.engine.global_step
         report = self.engine.train_step(self._batches)
+        time.sleep(max(start + self.pace - time.perf_counter(), 0.0))
         seconds = time.perf_counter() - start
         if self.exchange is not None:
             self.exchange.after_step(report, seconds)

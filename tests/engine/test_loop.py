@@ -48,6 +48,7 @@ def trainer_of(applied, module=None):
     module = module or build_model(trainer.recipe)
     trainer.engine, trainer.world, trainer.hooks = StubEngine(applied, module), World(), []
     trainer.stop, trainer.exchange = SimpleNamespace(agreed=lambda world: False), None
+    trainer.pace = 0.0
     trainer.load = LoadWindow(0)
     trainer.tokens = trainer.dropped = trainer.skipped = 0
     trainer._warm, trainer._timed_tokens, trainer._timed_seconds = False, 0, 0.0
