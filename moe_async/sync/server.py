@@ -313,7 +313,8 @@ class MergingServer:
     def _route(self, outgoing: Sequence[Outgoing]) -> None:
         for entry in outgoing:
             seat = self._lobby.seats.get(entry.message.learner)
-            if seat is None:
+            if seat is None or not seat.joined:
+                # Its ranks are not all here, and each has to get the same messages; joining brings everything.
                 continue
             if isinstance(entry.message, Welcome):
                 seat.send({"kind": "welcome", "clock": entry.message.clock})

@@ -1,0 +1,82 @@
+"""What a syncer does with sessions that come, go and come back, on links without a model behind them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_async.comm import World
+from moe_async.engine.door import make_hello
+from moe_async.engine.seat import rank_hello, take_seat
+from moe_async.engine.syncer_link import SyncerLink
+from moe_async.errors import SyncError
+from moe_async.sync.messages import UpdateHeader, UpdateId
+from tests.helpers.learner_run import Syncer, several
+
+SAME = {"policy": "same"}
+BETWEEN = {"dense": {"policy": "decoupled", "every": 2, "fragments": 2}, "expert": SAME, "router": SAME}
+RECIPE = several(BETWEEN, train__steps=30)
+
+
+def eventually(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def hello(learner, ranks=1, recipe=RECIPE, **more):
+    return {**make_hello(recipe, World(), learner), "world_size": ranks, **more}
+
+
+def sit_down(syncer, learner, ranks=1, ready=True, **more):
+    """The links of a learner's ranks, with a seat."""
+    links = [SyncerLink(*syncer.address, 20.0) for _ in range(ranks)]
+    seat = take_seat(links[0], hello(learner, ranks, **more), World(), 5.0)
+    for rank in range(1, ranks):
+        links[rank].connect(rank_hello(seat, SimpleNamespace(rank=rank)), 5.0)
+    if ready:
+        links[0].send({"kind": "ready"})
+    return links
+
+
+def send_update(syncer, link, learner):
+    """An update of fragment 0 after two steps; returns once it is merged."""
+    fragment = syncer.server.run.groups[0].fragments[0]
+    header = UpdateHeader(UpdateId(learner, 0, 0, fragment.number), 0, 2, 2, (5,) * len(fragment.units), 1.0)
+    zeros = torch.zeros(fragment.elements, dtype=torch.float64)
+    link.send({"kind": "update", "header": asdict(header)}, zeros)
+    assert eventually(lambda: syncer.server.merger.syncer.version(fragment.number) == 1)
+
+
+def restarted(syncer, folder, *links):
+    """Another syncer on the folder of one that is gone."""
+    syncer.close()
+    for link in links:
+        link.disconnect()
+    return Syncer(folder)
+
+
+def test_ranks_that_come_back_get_the_same_messages(tmp_path):
+    """After a restart of the syncer a merge falls between the coming back of two ranks of one learner."""
+    syncer = Syncer(tmp_path)
+    links = [*sit_down(syncer, 0, ranks=2), *sit_down(syncer, 1)]
+    assert eventually(lambda: all(link.received == 3 for link in links))
+    syncer = restarted(syncer, tmp_path, *links)
+    (other,) = sit_down(syncer, 1, incarnation=0, clock=2)
+    first = SyncerLink(*syncer.address, 20.0)
+    seat = take_seat(first, hello(0, 2, incarnation=0, clock=1), World(), 5.0)
+    send_update(syncer, other, 1)
+    second = SyncerLink(*syncer.address, 20.0)
+    second.connect(rank_hello(seat, SimpleNamespace(rank=1)), 5.0)
+    first.send({"kind": "ready"})
+    assert eventually(lambda: second.received == 3) and eventually(lambda: first.received >= 3)
+    heard = [[header for header, _ in link.next(link.received)] for link in (first, second)]
+    assert heard[0] == heard[1] and heard[0][0]["kind"] == "welcome"
+    for link in (first, second, other):
+        link.leave()
+    syncer.close()
