@@ -30,6 +30,7 @@ class Seat:
         joined: it takes part.
         paused: it leaves in order to come back.
         finished: ranks that have sent all they had.
+        left: ranks that have said goodbye.
     """
 
     learner: int
@@ -42,6 +43,7 @@ class Seat:
     joined: bool = False
     paused: bool = False
     finished: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:

@@ -152,7 +152,7 @@ class MergingServer:
     def _receive(self, connection: Connection, header: Header, payload: Tensor) -> None:
         handlers: dict[str, Callable[[Seat, int, Header, Tensor], None]] = {
             "ready": self._ready, "update": self._update, "finish": self._finish, "report": self._report,
-            "pause": self._pause, "bye": lambda *_: None,
+            "pause": self._pause, "bye": self._bye,
         }  # fmt: skip
         kind = str(header.get("kind"))
         found = self._lobby.seat_of(connection)
@@ -260,6 +260,11 @@ class MergingServer:
         if found is None:
             return
         seat, rank = found
+        if rank in seat.left:
+            # The others' last messages, such as the report, may still be under way.
+            del seat.connections[rank]
+            if seat.connections:
+                return
         del self._lobby.seats[seat.learner]
         seat.close(wait=False)
         if not self._finale:
@@ -268,6 +273,9 @@ class MergingServer:
                 self._absent[seat.learner] = self._now() + self._lobby.timeout
             elif seat.joined:
                 self._count_out(seat.learner)
+
+    def _bye(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
+        seat.left.add(rank)
 
     def _pause(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         seat.paused = self._paused = True

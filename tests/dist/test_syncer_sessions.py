@@ -33,10 +33,10 @@ def hello(learner, ranks=1, recipe=RECIPE, **more):
     return {**make_hello(recipe, World(), learner), "world_size": ranks, **more}
 
 
-def sit_down(syncer, learner, ranks=1, ready=True, **more):
+def sit_down(syncer, place, ranks=1, ready=True, timeout=20.0, **more):
     """The links of a learner's ranks, with a seat."""
-    links = [SyncerLink(*syncer.address, 20.0) for _ in range(ranks)]
-    seat = take_seat(links[0], hello(learner, ranks, **more), World(), 5.0)
+    links = [SyncerLink(*syncer.address, timeout) for _ in range(ranks)]
+    seat = take_seat(links[0], {**hello(place, ranks), **more}, World(), 5.0)
     for rank in range(1, ranks):
         links[rank].connect(rank_hello(seat, SimpleNamespace(rank=rank)), 5.0)
     if ready:
@@ -79,4 +79,16 @@ def test_ranks_that_come_back_get_the_same_messages(tmp_path):
     assert heard[0] == heard[1] and heard[0][0]["kind"] == "welcome"
     for link in (first, second, other):
         link.leave()
+    syncer.close()
+
+
+def test_a_report_comes_through_though_another_rank_left_before(tmp_path):
+    syncer = Syncer(tmp_path)
+    first, second = sit_down(syncer, 0, ranks=2, ready=False)
+    second.leave()
+    time.sleep(0.3)
+    first.send({"kind": "report", "summary": {"learner": {"rounds": 3}}})
+    first.leave()
+    assert eventually(lambda: syncer.server.reports == {0: {"learner": {"rounds": 3}}})
+    assert eventually(lambda: not syncer.server._lobby.seats)
     syncer.close()
