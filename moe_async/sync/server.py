@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moe_async.comm.connection import Connection
 from moe_async.comm.session import Door, Header
-from moe_async.errors import MoeAsyncError
+from moe_async.errors import MoeAsyncError, SyncError
 from moe_async.sync.event_log import EventLog
 from moe_async.sync.journal import Journal, apply_input
 from moe_async.sync.lobby import Lobby
@@ -87,7 +87,7 @@ class MergingServer:
         self.run: RunDescription | None = None
         self.merger: Merger | None = None
         self.reports: dict[int, dict[str, Any]] = {}
-        self._describe, self._say = describe, say
+        self._describe, self._compare, self._say = describe, compare, say
         self._start_after, self._snapshot_every = start_after, snapshot_every
         self._journal: Journal | None = None
         self._since_snapshot = 0
@@ -289,15 +289,21 @@ class MergingServer:
 
     def _prepare(self, run: RunDescription, hello: Header) -> None:
         """Make the merger, or bring it back to where an earlier syncer of the same folder was."""
-        self.run = run
-        self._lobby.timeout = run.timeout
+        journal = Journal(run.folder / "syncer")
+        try:
+            first = journal.keep_hello(hello)
+            if problem := self._compare(first, hello):
+                raise SyncError(problem)
+            log = EventLog(run.folder / "events.jsonl", keep=False, size=journal.state().get("log_size", 0))
+            merger = Merger(run.groups, run.initial, run.learners, log, run.schedule)
+            recovered = journal.recover(merger)
+        except MoeAsyncError:
+            # Nothing of it may stay: the next one who knocks would go on with a part.
+            journal.close()
+            raise
+        self.run, self.merger, self._journal = run, merger, journal
+        self._lobby.timeout, self._lobby.first_hello = run.timeout, first
         self._fragments = {f.number: f for group in run.groups for f in group.fragments}
-        self._journal = Journal(run.folder / "syncer")
-        state = self._journal.state()
-        log = EventLog(run.folder / "events.jsonl", keep=False, size=state.get("log_size", 0))
-        self.merger = Merger(run.groups, run.initial, run.learners, log, run.schedule)
-        self._lobby.first_hello = self._journal.keep_hello(hello)
-        recovered = self._journal.recover(self.merger)
         if recovered is None:
             return
         self._say(f"the run goes on where it was after {recovered:.1f} s")

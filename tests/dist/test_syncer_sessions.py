@@ -92,3 +92,31 @@ def test_a_report_comes_through_though_another_rank_left_before(tmp_path):
     assert eventually(lambda: syncer.server.reports == {0: {"learner": {"rounds": 3}}})
     assert eventually(lambda: not syncer.server._lobby.seats)
     syncer.close()
+
+
+def test_a_damaged_folder_is_refused_to_everyone(tmp_path):
+    """Nothing of a recovery that failed stays: the next learner would go on with half of the state."""
+    syncer = Syncer(tmp_path)
+    links = [*sit_down(syncer, 0), *sit_down(syncer, 1)]
+    assert eventually(lambda: all(link.received == 3 for link in links))
+    send_update(syncer, links[1], 1)
+    (payload,) = (tmp_path / "syncer" / "journal-0").glob("*.safetensors")
+    syncer = restarted(syncer, tmp_path, *links)
+    payload.write_bytes(b"damaged")
+    for learner in (0, 0, 1):
+        with pytest.raises(SyncError, match=r"safetensors is damaged .*restore the folder from a copy"):
+            sit_down(syncer, learner)
+    syncer.close()
+
+
+def test_the_first_to_come_back_may_not_bring_another_recipe(tmp_path):
+    syncer = Syncer(tmp_path)
+    links = sit_down(syncer, 0, ready=False)
+    syncer = restarted(syncer, tmp_path, *links)
+    with pytest.raises(SyncError, match=r"train\.steps is 30 in the run but 31 in this learner's recipe"):
+        take_seat(SyncerLink(*syncer.address, 20.0), hello(0, recipe=several(BETWEEN, train__steps=31)), World(), 5.0)
+    assert syncer.server.run is None
+    (link,) = sit_down(syncer, 0, ready=False)
+    assert syncer.server.run is not None
+    link.leave()
+    syncer.close()
