@@ -23,6 +23,7 @@ _BEAT: Header = {"kind": "beat"}
 _MARK: Header = {"kind": "mark"}
 _END: Header = {"kind": "end"}
 _BEATS_PER_TIMEOUT = 4
+_LONGEST_BEAT = 5.0
 _JOIN_SECONDS = 5.0
 
 
@@ -31,14 +32,14 @@ class Connection:
 
     Args:
         session: an open session; the connection is its only user from now on.
-        timeout: of the session, in seconds; a sign of life goes out four times in it.
+        timeout: see `limit`.
         on_message: called from the receiving thread for each message, in order.
         on_lost: called once from one of the threads, with the reason, when the session has ended.
     """
 
     def __init__(self, session: Session, timeout: float, on_message: OnMessage, on_lost: OnLost) -> None:
         self._session = session
-        self._beat = timeout / _BEATS_PER_TIMEOUT
+        self.limit(timeout)
         self._on_message, self._on_lost = on_message, on_lost
         self._outbox: queue.Queue[tuple[Mapping[str, Any], Tensor | None]] = queue.Queue()
         self._ended, self._flushed = threading.Event(), threading.Event()
@@ -64,6 +65,15 @@ class Connection:
     def bytes_received(self) -> int:
         """So far."""
         return self._session.bytes_received
+
+    def limit(self, timeout: float) -> None:
+        """Set the seconds of silence after which the partner counts as gone; a sign of life goes out four times in it.
+
+        A transfer under way keeps the limit that it began with, and the partner may have another until it knows this
+        one, so a sign of life never waits long.
+        """
+        self._session.limit(timeout)
+        self._beat = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_BEAT)
 
     def send(self, header: Mapping[str, Any], payload: Tensor | None = None) -> None:
         """Put a message into the queue of those to be sent. Does not block. The payload must not change any more."""

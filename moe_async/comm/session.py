@@ -48,6 +48,10 @@ class Session:
         self.bytes_sent = 0
         self.bytes_received = 0
 
+    def limit(self, timeout: float) -> None:
+        """Set the time limit, in seconds, of what is received or sent from now on."""
+        self._timeout = timedelta(seconds=timeout)
+
     def send(self, header: Mapping[str, Any], payload: Tensor | None = None) -> None:
         """Send a message; blocks until the partner's machine has it.
 

@@ -102,6 +102,8 @@ class Lobby:
             num_experts: of each MoE layer.
             folder: name of the run's folder.
         """
+        # Those who knocked before the first recipe was known have another limit.
+        connection.limit(self.timeout)
         if problem := self._compare(self.first_hello, header):
             self.refuse(connection, problem)
             return None

@@ -14,6 +14,7 @@ from moe_async.engine.door import make_hello
 from moe_async.engine.seat import rank_hello, take_seat
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import SyncError
+from moe_async.recipe.loader import dump_recipe
 from moe_async.sync.messages import UpdateHeader, UpdateId
 from tests.helpers.learner_run import Syncer, several
 
@@ -119,4 +120,16 @@ def test_the_first_to_come_back_may_not_bring_another_recipe(tmp_path):
     (link,) = sit_down(syncer, 0, ready=False)
     assert syncer.server.run is not None
     link.leave()
+    syncer.close()
+
+
+def test_silence_is_measured_by_the_recipe(tmp_path):
+    """The first learner knocked before its recipe was known; a quarter of its time limit is more than the syncer's."""
+    syncer = Syncer(tmp_path, timeout=8.0)
+    recipe = dump_recipe(several(BETWEEN, train__steps=30, sync__timeout=60.0))
+    links = [sit_down(syncer, place, ready=False, timeout=60.0, recipe=recipe)[0] for place in (0, 1)]
+    time.sleep(10.0)
+    assert not any(link.lost for link in links)
+    for link in links:
+        link.leave()
     syncer.close()

@@ -59,12 +59,14 @@ class Syncer:
         port: to listen on; 0: a free one.
     """
 
-    def __init__(self, folder: Path, port: int = 0, start_after: float = 60.0, snapshot_every: int = 200) -> None:
+    def __init__(
+        self, folder: Path, port: int = 0, start_after: float = 60.0, snapshot_every: int = 200, timeout: float = 20.0
+    ) -> None:
         self.said: list[str] = []
-        self.door = Door("127.0.0.1", port, 20.0)
+        self.door = Door("127.0.0.1", port, timeout)
         describe = partial(describe_run, folder=folder)
         self.server = MergingServer(
-            self.door, describe, difference, self.said.append, 20.0, start_after, snapshot_every
+            self.door, describe, difference, self.said.append, timeout, start_after, snapshot_every
         )
         self.thread = threading.Thread(target=self.server.serve, daemon=True)
         self.thread.start()
