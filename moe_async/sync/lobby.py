@@ -107,6 +107,7 @@ class Lobby:
         if problem := self._compare(self.first_hello, header):
             self.refuse(connection, problem)
             return None
+        self._give_up(header)
         learner = self._free_place(int(header["learner"]), learners)
         if learner is None:
             self.refuse(
@@ -132,6 +133,13 @@ class Lobby:
             }
         )  # fmt: skip
         return seat
+
+    def _give_up(self, header: Header) -> None:
+        """Whoever comes back has lost its connection, though nothing of that may have been noticed here yet."""
+        seat = self.seats.get(int(header["learner"]))
+        if seat is not None and header.get("clock") is not None and header["incarnation"] == seat.incarnation:
+            del self.seats[seat.learner]
+            seat.close(wait=False)
 
     def _free_place(self, wanted: int, learners: int) -> int | None:
         free = [number for number in range(learners) if number not in self.seats]

@@ -133,3 +133,17 @@ def test_silence_is_measured_by_the_recipe(tmp_path):
     for link in links:
         link.leave()
     syncer.close()
+
+
+def test_a_learner_comes_back_before_its_loss_was_noticed(tmp_path):
+    syncer = Syncer(tmp_path)
+    (lost,) = sit_down(syncer, 0)
+    with pytest.raises(SyncError, match="place 0 is taken"):
+        sit_down(syncer, 0)
+    (link,) = sit_down(syncer, 0, incarnation=0, clock=2)
+    assert eventually(lambda: lost.lost) and not link.lost
+    time.sleep(0.5)
+    assert set(syncer.server._lobby.seats) == {0} and not link.lost
+    for entry in (lost, link):
+        entry.leave()
+    syncer.close()
