@@ -165,7 +165,7 @@ class MergingServer:
                 self._lobby.refuse(connection, f"a message of kind {kind!r} is not known here.")
             elif found is not None:
                 handlers[kind](*found, header, payload)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             self._lobby.refuse(connection, f"a message of kind {kind} does not fit ({error!r}).")
 
     def _hello(self, connection: Connection, header: Header) -> None:

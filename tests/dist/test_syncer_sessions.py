@@ -123,6 +123,18 @@ def test_the_first_to_come_back_may_not_bring_another_recipe(tmp_path):
     syncer.close()
 
 
+def test_a_hello_that_makes_no_sense_ends_nothing(tmp_path):
+    syncer = Syncer(tmp_path)
+    (link,) = sit_down(syncer, 0, ready=False)
+    for wrong in ({"libraries": "none"}, {"code": []}, {"world_size": 3, "expert_parallel": 2}, {"learner": None}):
+        with pytest.raises(SyncError, match="a message of kind hello does not fit"):
+            sit_down(syncer, 1, **wrong)
+    (other,) = sit_down(syncer, 1)
+    for entry in (link, other):
+        entry.leave()
+    syncer.close()
+
+
 def test_silence_is_measured_by_the_recipe(tmp_path):
     """The first learner knocked before its recipe was known; a quarter of its time limit is more than the syncer's."""
     syncer = Syncer(tmp_path, timeout=8.0)
