@@ -66,8 +66,8 @@ class Journal:
         path = self._current / _INPUTS
         if path.exists():
             # What a crash cut short was never acted on.
-            whole = path.read_bytes()
-            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+            with path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         self._inputs = path.open("a")
 
     @property
