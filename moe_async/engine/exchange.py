@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_async.comm import World
 from moe_async.comm.session import Header
 from moe_async.engine.learner_model import RankModel
-from moe_async.engine.seat import Seat, rank_hello
+from moe_async.engine.seat import Seat, given_seat, rank_hello
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import CommunicationError, SyncError
@@ -87,6 +87,7 @@ class Exchange:
         self._welcome_clock: int | None = None
         self._offline_since: float | None = None
         self._back = threading.Event()
+        self._given = seat
         self._finishing: Header | None = None
         self._common = 0
         self.to_send = False
@@ -306,7 +307,7 @@ class Exchange:
         while not self.link.refusal:
             try:
                 self.link.connect({**self._hello, **own, "clock": self.clock if self._participant else None})
-                self.link.reply()
+                self._given = given_seat(self.link.reply())
                 self._back.set()
                 return
             except CommunicationError:
@@ -316,6 +317,8 @@ class Exchange:
 
     def _reconnect(self) -> None:
         """Rank 0 has the seat back: the others connect, and all send again what was not acknowledged."""
+        # One that had not joined begins another life, for the syncer cannot tell it from one that was started anew.
+        self.seat = self._world.everyone.broadcast_object(self._given)
         problem = ""
         if self._world.rank:
             try:

@@ -43,7 +43,7 @@ def take_seat(link: SyncerLink, hello: Header, world: World, patience: float) ->
     if world.rank == 0:
         try:
             link.connect(hello, patience)
-            answer = _seat(link.reply())
+            answer = given_seat(link.reply())
         except (SyncError, CommunicationError) as error:
             answer = str(error)
     answer = world.everyone.broadcast_object(answer)
@@ -59,7 +59,8 @@ def take_seat(link: SyncerLink, hello: Header, world: World, patience: float) ->
     return answer
 
 
-def _seat(reply: Header) -> Seat:
+def given_seat(reply: Header) -> Seat:
+    """The seat that the syncer tells of."""
     return Seat(reply["learner"], reply["incarnation"], reply["learners"], reply["folder"])
 
 

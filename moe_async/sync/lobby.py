@@ -137,7 +137,7 @@ class Lobby:
     def _give_up(self, header: Header) -> None:
         """Whoever comes back has lost its connection, though nothing of that may have been noticed here yet."""
         seat = self.seats.get(int(header["learner"]))
-        if seat is not None and header.get("clock") is not None and header["incarnation"] == seat.incarnation:
+        if seat is not None and header.get("incarnation") == seat.incarnation:
             del self.seats[seat.learner]
             seat.close(wait=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import SyncError
 from moe_async.recipe.loader import dump_recipe
 from moe_async.sync.messages import UpdateHeader, UpdateId
-from tests.helpers.learner_run import Syncer, several
+from tests.helpers.learner_run import LIMIT, Syncer, one_rank, several
+from tests.helpers.spawn import run_ranks
 
 SAME = {"policy": "same"}
 BETWEEN = {"dense": {"policy": "decoupled", "every": 2, "fragments": 2}, "expert": SAME, "router": SAME}
@@ -159,3 +161,20 @@ def test_a_learner_comes_back_before_its_loss_was_noticed(tmp_path):
     for entry in (lost, link):
         entry.leave()
     syncer.close()
+
+
+def test_a_link_lost_before_the_run_began_comes_back(tmp_path):
+    """The learner waits for another one; the syncer gives it another incarnation, and all its ranks have to know."""
+    recipe = several({"dense": {"policy": "local_sgd", "every": 3}, "expert": SAME, "router": SAME}, train__steps=3)
+    syncer = Syncer(tmp_path / "run")
+    arguments = (one_rank, dump_recipe(recipe), syncer.address)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run_ranks, 2, *arguments, 0, str(tmp_path), None, 0.0, timeout=LIMIT)
+        seats = syncer.server._lobby.seats
+        assert eventually(lambda: 0 in seats and seats[0].complete, 60.0)
+        seats[0].connections[1].close(wait=False)
+        assert eventually(lambda: 0 in seats and seats[0].complete and seats[0].incarnation == 1, 20.0)
+        second = pool.submit(run_ranks, 2, *arguments, 1, str(tmp_path), None, 0.0, timeout=LIMIT)
+        assert [result["steps"] for future in (first, second) for result in future.result()] == [3] * 4
+    syncer.thread.join(20)
+    assert not syncer.thread.is_alive()
