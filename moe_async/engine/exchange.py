@@ -187,7 +187,7 @@ class Exchange:
         self.link.send(self._finishing)
         while not self.closing:
             self._check_patience()
-            if not self._wait():
+            if not self._wait() and not self.closing:
                 return False
         self._take(adopt=True)
         return True
@@ -268,7 +268,11 @@ class Exchange:
 
     def _wait(self) -> bool:
         """Wait a little for messages. False when the run shall stop."""
-        self.link.wait(self._delivered, _SLICE_SECONDS)
+        if self._offline_since is None:
+            self.link.wait(self._delivered, _SLICE_SECONDS)
+        else:
+            # A link that is lost ends any waiting for news at once.
+            time.sleep(_SLICE_SECONDS)
         self._agree()
         return not self._stopping
 

@@ -107,12 +107,11 @@ class Trainer:
                 hook.on_step(self, record)
             if in_a_row == self.recipe.train.max_bad_steps:
                 self._give_up(record)
-        if self.done:
-            # Where there was no step left to make.
-            self._close()
+        # Again where there was no step left to make, or where the wait for the other learners was cut short.
+        over = self.done and self._close()
         for hook in self.hooks:
             hook.on_end(self)
-        return self.done
+        return over
 
     def _take_part(self, exchange: Exchange) -> bool:
         """Begin with the shared weights, at the others' place in the run. False when told to stop meanwhile."""
@@ -130,11 +129,10 @@ class Trainer:
         place = self.engine.global_step if self.exchange is None else self.exchange.position
         return place >= self.engine.steps
 
-    def _close(self) -> None:
-        """Apply what is under way, inside this learner and between learners."""
+    def _close(self) -> bool:
+        """Apply what is under way, inside this learner and between learners. False when told to stop meanwhile."""
         self._drain()
-        if self.exchange is not None and not self.exchange.closing:
-            self.exchange.finish()
+        return self.exchange is None or bool(self.exchange.closing) or self.exchange.finish()
 
     def _drain(self) -> None:
         """Apply what a delay has in flight: the weights are others then than those evaluated or saved."""
