@@ -123,7 +123,7 @@ class Run:
         self._resume, self._paces = resume, paces or {}
         self._port = free_port()
         self._listening = threading.Event()
-        self._stopping = self._over = 0.0
+        self._stopping = self._over = self._alone = 0.0
         self._dismissed: set[str] = set()
         self._lock = threading.Lock()
         self._parts: dict[str, Part] = {}
@@ -210,11 +210,20 @@ class Run:
             if syncer.process.poll() == 0:
                 self._dismiss()
                 continue
+            if len(ended) == len(self._parts) - 1 and not any(part.process.returncode for part in ended):
+                self._end_syncer(syncer)
             for part in ended:
                 if part.process.returncode and not self._revive(part):
                     print(f"error: {part.name} died for the last time; the run stops.", file=sys.stderr, flush=True)
                     self.stop()
                     break
+
+    def _end_syncer(self, syncer: Part) -> None:
+        """All learners have ended well. A syncer that died after they had finished waits for them in vain."""
+        self._alone = self._alone or time.monotonic()
+        if syncer.process.poll() is None and time.monotonic() - self._alone > LATE_SECONDS:
+            print("the syncer missed the end of the run, so there is no closing table.", file=sys.stderr, flush=True)
+            self.stop()
 
     def _dismiss(self) -> None:
         """The run is over; learners write their last files. One that was started anew has come too late."""

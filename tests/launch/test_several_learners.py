@@ -141,6 +141,15 @@ def test_a_killed_syncer_comes_back_as_it_was(tmp_path):
             versions[entry["fragment"]] = entry["version"]
 
 
+def test_a_syncer_killed_after_the_learners_had_finished_does_not_keep_the_run(tmp_path):
+    run = start(tmp_path, steps=12)
+    run.wait_for("[learner 0] > ")
+    (syncer,) = processes(run, "moe_async.syncer")
+    syncer.send_signal(signal.SIGKILL)
+    assert run.wait(60) == 0, run.text()
+    assert "the syncer missed the end of the run" in run.text()
+
+
 def test_ctrl_c_saves_and_ends_everything(tmp_path):
     run = start(tmp_path, steps=100_000)
     run.wait_for("learner 1] step 5/")
