@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from moe_async.comm.session import Door
-from moe_async.engine.door import difference
+from moe_async.comm.session import Door, Header
+from moe_async.engine.door import code_fingerprints, difference, library_versions
 from moe_async.engine.run_description import describe_run
 from moe_async.engine.run_folder import finite
 from moe_async.engine.seat import address
@@ -57,6 +57,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
+
+
+def compare(first: Header, other: Header) -> str:
+    """What keeps a learner out: it has to have the code that runs here, and the recipe of the first learner."""
+    return difference({**first, "code": code_fingerprints(), "libraries": library_versions()}, other)
 
 
 def stop_with_starter(server: MergingServer) -> None:
@@ -100,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         host, port = parsed.listen
         door = Door(host, port, DEFAULT_TIMEOUT)
         server = MergingServer(
-            door, partial(describe_run, folder=parsed.folder), difference, say, DEFAULT_TIMEOUT, parsed.start_after
+            door, partial(describe_run, folder=parsed.folder), compare, say, DEFAULT_TIMEOUT, parsed.start_after
         )
 
         def on_signal(number: int, frame: FrameType | None) -> None:

@@ -87,11 +87,14 @@ class Session:
             )
         text = torch.empty(header_bytes, dtype=torch.uint8)
         self._receive(text, _TEXT)
-        flat = torch.empty(elements, dtype=_DTYPES[dtype])
+        try:
+            header = json.loads(text.numpy().tobytes())
+            flat = torch.empty(elements, dtype=_DTYPES[dtype])
+        except (ValueError, RuntimeError) as error:
+            raise CommunicationError(f"the partner sends what cannot be read ({_first_line(error)}).") from error
         if elements:
             self._receive(flat, _TENSOR)
         self.bytes_received += frame.nbytes + text.nbytes + flat.nbytes
-        header = json.loads(text.numpy().tobytes())
         if not isinstance(header, dict):
             raise CommunicationError("the partner sends a header that is no mapping; both sides need the same version.")
         return header, flat

@@ -36,8 +36,13 @@ def make_hello(recipe: Recipe, world: World, learner: int) -> Header:
         "expert_parallel": world.topology.expert_parallel,
         "recipe": dump_recipe(recipe),
         "code": code_fingerprints(),
-        "libraries": {name: version(name) for name in _LIBRARIES},
+        "libraries": library_versions(),
     }
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries on which numbers depend."""
+    return {name: version(name) for name in _LIBRARIES}
 
 
 def code_fingerprints() -> dict[str, str]:

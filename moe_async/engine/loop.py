@@ -160,7 +160,8 @@ class Trainer:
         if self.exchange is not None:
             self.engine.ahead = self.exchange.position - self.engine.global_step
         report = self.engine.train_step(self._batches)
-        time.sleep(max(start + self.pace - time.perf_counter(), 0.0))
+        if self.pace:
+            time.sleep(max(start + self.pace - time.perf_counter(), 0.0))
         seconds = time.perf_counter() - start
         if self.exchange is not None:
             self.exchange.after_step(report, seconds)

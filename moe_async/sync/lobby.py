@@ -150,7 +150,7 @@ class Lobby:
     def rank(self, connection: Connection, header: Header) -> Seat | None:
         """Another rank of a learner that has a seat."""
         seat = self.seats.get(int(header["learner"]))
-        if seat is None or seat.incarnation != header["incarnation"] or header["rank"] in seat.connections:
+        if seat is None or seat.incarnation != header["incarnation"] or header["rank"] not in seat.missing():
             self.refuse(connection, f"learner {header['learner']} has no free place for rank {header['rank']}.")
             return None
         seat.connections[int(header["rank"])] = connection

@@ -50,6 +50,10 @@ class Seat:
         """Whether all ranks are connected and want to begin."""
         return self.ready and len(self.connections) == self.topology.world_size
 
+    def missing(self) -> set[int]:
+        """Ranks that are not connected."""
+        return set(range(self.topology.world_size)) - self.connections.keys()
+
     def send(self, header: Mapping[str, Any]) -> None:
         """Send a message to every rank."""
         for connection in self.connections.values():

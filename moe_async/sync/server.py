@@ -169,7 +169,7 @@ class MergingServer:
             self._lobby.refuse(connection, f"a message of kind {kind} does not fit ({error!r}).")
 
     def _hello(self, connection: Connection, header: Header) -> None:
-        if self._finale:
+        if self._finale and header.get("clock") is None:
             self._lobby.refuse(connection, "the run is over.")
             return
         if self.run is None:
@@ -272,6 +272,8 @@ class MergingServer:
             if seat.paused:
                 self._absent[seat.learner] = self._now() + self._lobby.timeout
             elif seat.joined:
+                # It died, so it is started anew: the run has not been told to stop.
+                self._paused = False
                 self._count_out(seat.learner)
 
     def _bye(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:

@@ -180,7 +180,7 @@ class PlainLearner:
             for prefix, sums in zip(self.experts, output.routing, strict=True)
             for expert, count in enumerate(sums.total().counts_E.tolist())
         }
-        return LearnerStep(batch.labels.numel(), counts, float(loss))
+        return LearnerStep(batch.labels.numel(), counts, float(loss.detach()))
 
     def read(self, fragment: int) -> Tensor:
         return self.fragments[fragment].flatten(exchanged_tensors(self.model))
