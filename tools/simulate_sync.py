@@ -14,7 +14,7 @@ same tokens (--steps of a learner, on average, all of them merged). Columns: hel
 weights, tokens a second of all learners, share of time that they computed (busy), steps merged over steps that they
 make when nothing ever disturbs them (goodput), MB on each learner's link up and down, staleness as median/95 %/max
 (gap: steps ahead of the slowest; lag: versions; age: steps until one's own update comes back; drift: local steps in an
-update), and updates that were discarded. The times are those given here; no launch has been compared with them.
+update), and updates that were discarded. Times are what the options say of steps, links and failures, and no more.
 """
 
 from __future__ import annotations
