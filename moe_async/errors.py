@@ -33,3 +33,7 @@ class EngineError(MoeAsyncError, RuntimeError):
 
 class SyncError(MoeAsyncError, RuntimeError):
     """Learners and the syncer do not fit together, or their exchange cannot go on."""
+
+
+class PlaceTakenError(SyncError):
+    """A learner's place in a run is taken, for now."""

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -33,6 +34,7 @@ STOP_SECONDS = 60.0
 LATE_SECONDS = 10.0
 """For so long a learner that was started anew may take to end by itself once the run is over."""
 
+_LISTENING = re.compile(r"listening on .*:(\d+)$")
 _CHATTER = re.compile(r"\[[-0-9: ,]+\] \[(INFO|WARNING)\] \[(real_accelerator|runner|launch)\.py:")
 """What DeepSpeed's launcher says of itself, once for each learner."""
 
@@ -78,13 +80,13 @@ class Part:
 
     Attributes:
         name: with which its lines are marked.
-        command: that starts it anew.
+        command: makes the command line that starts it anew.
         process: what runs.
         restarts: how often it has been started anew.
     """
 
     name: str
-    command: list[str]
+    command: Callable[[], list[str]]
     process: subprocess.Popen[str]
     restarts: int = 0
 
@@ -121,7 +123,7 @@ class Run:
                 f"{self._accelerators}. Use fewer --ranks or --learners, or start learners on several machines by hand."
             )
         self._resume, self._paces = resume, paces or {}
-        self._port = free_port()
+        self._port = 0
         self._listening = threading.Event()
         self._stopping = self._over = self._alone = 0.0
         self._dismissed: set[str] = set()
@@ -136,17 +138,20 @@ class Run:
         """
         # Named from here, so that a syncer that is started anew finds what it had.
         folder = self._resume or new_run(Path(self._recipe.log.dir).expanduser(), self._recipe.name or "run").path
-        listen = ["--listen", f"127.0.0.1:{self._port}", "--folder", str(folder)]
-        self._start("syncer", [sys.executable, "-m", "moe_async.syncer", *listen])
+        # The syncer takes a free port, and the same one when it is started anew.
+        self._start("syncer", partial(self._syncer_command, folder))
         if not self._listening.wait(START_SECONDS) or self._parts["syncer"].process.poll() is not None:
             self.kill()
             raise MoeAsyncError("the syncer did not start; its lines above say why.")
         for learner in range(self._recipe.sync.learners):
-            command = self._learner_command(learner)
             saved = folder / f"learner-{learner}"
             come_back = ["--resume", str(saved)] if self._resume and find_checkpoints(saved / "checkpoints") else []
             # Only the first time: one that dies is started anew with the newest weights.
-            self._start(f"learner {learner}", command + come_back, again=command)
+            self._start(f"learner {learner}", partial(self._learner_command, learner), come_back)
+
+    def _syncer_command(self, folder: Path) -> list[str]:
+        listen = ["--listen", f"127.0.0.1:{self._port}", "--folder", str(folder)]
+        return [sys.executable, "-m", "moe_async.syncer", *listen]
 
     def _learner_command(self, learner: int) -> list[str]:
         command = ["deepspeed", "--num_gpus", str(self._ranks)]
@@ -163,10 +168,15 @@ class Run:
             command += ["--set", override]
         return command
 
-    def _start(self, name: str, command: list[str], restarts: int = 0, again: list[str] | None = None) -> None:
+    def _start(self, name: str, command: Callable[[], list[str]], once: Sequence[str] = (), restarts: int = 0) -> None:
         # A process group of its own: a learner dies with all its ranks, and alone.
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, bufsize=1,
+            [*command(), *once],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            bufsize=1,
             env=os.environ
             | {
                 "PYTHONUNBUFFERED": "1",
@@ -175,7 +185,7 @@ class Run:
                 "MOE_ASYNC_STARTER": str(os.getpid()),
             },
         )  # fmt: skip
-        self._parts[name] = Part(name, again or command, process, restarts)
+        self._parts[name] = Part(name, command, process, restarts)
         assert process.stdout is not None
         threading.Thread(target=self._show, args=(name, process.stdout), daemon=True).start()
 
@@ -186,7 +196,8 @@ class Run:
 
     def _show(self, name: str, lines: IO[str]) -> None:
         for line in lines:
-            if name == "syncer" and line.startswith("listening on"):
+            if name == "syncer" and (found := _LISTENING.match(line)):
+                self._port = int(found[1])
                 self._listening.set()
             if _CHATTER.match(line):
                 continue
@@ -244,7 +255,7 @@ class Run:
             f"({part.restarts + 1} of {self._restarts})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        self._start(part.name, part.command, part.restarts + 1)
+        self._start(part.name, part.command, restarts=part.restarts + 1)
         return True
 
     def stop(self) -> None:

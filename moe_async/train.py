@@ -175,7 +175,7 @@ class Session:
             own = {**self.trainer.exchange.summary(), "tokens_per_second": self.trainer.tokens_per_second}
             if self.world.rank == 0:
                 self.trainer.exchange.report(finite({**summary, "learner": own}))
-            self.trainer.exchange.leave()
+            self.trainer.exchange.link.leave()
 
     def _is_reported(self) -> bool:
         """Whether the folder's summary is of the step at which the run now is."""

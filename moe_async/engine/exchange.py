@@ -93,6 +93,7 @@ class Exchange:
         self.to_send = False
         self._began = time.monotonic()
         self._stopping = False
+        self._last_tokens = 0
 
     @property
     def joined(self) -> bool:
@@ -160,9 +161,14 @@ class Exchange:
         self.participant.sync.step_done(report.label_tokens, tokens, report.lm_loss)
         self.figures.steps += 1
         self.figures.tokens += report.label_tokens
+        self._last_tokens = report.label_tokens
         self.figures.busy += seconds
         self.to_send = True
         return self._boundary()
+
+    def drained(self) -> None:
+        """Dense weights have changed after the last step, by gradients that a delay held back: they are to be sent."""
+        self.participant.sync.drained(self._last_tokens)
 
     def _boundary(self) -> bool:
         """Take, send and wait between two steps. False when told to stop."""
@@ -204,10 +210,6 @@ class Exchange:
     def report(self, summary: dict[str, Any]) -> None:
         """Tell the syncer what came out, on rank 0."""
         self.link.send({"kind": "report", "summary": summary})
-
-    def leave(self) -> None:
-        """End this rank's link."""
-        self.link.leave()
 
     def summary(self) -> dict[str, Any]:
         """What this learner did, over all its ranks. Every rank calls it; blocks."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from moe_async.comm import World
 from moe_async.comm.session import Header
 from moe_async.engine.checkpoint_folder import read_manifest
@@ -97,6 +99,9 @@ def make_exchange(
         stop: raised when the run shall end early.
         folder: of this learner.
     """
+    # Noise of routers and dropout follow from torch's random state, which is equal on all ranks of a learner; learners
+    # draw apart, as ranks that see different tokens do.
+    torch.manual_seed(recipe.train.seed + seat.learner)
     groups = sync_groups(recipe, engine.module)
     fragments = [fragment for group in groups for fragment in group.fragments]
     world = engine.world

@@ -140,6 +140,8 @@ class Trainer:
         self.skipped += sum(not outcome.applied for outcome in outcomes)
         if outcomes:
             self._evaluated_step = self.saved_step = -1
+        if outcomes and self.exchange is not None:
+            self.exchange.drained()
 
     def _give_up(self, record: StepRecord) -> None:
         place = find_non_finite(self.engine.module, self._batches, self.engine.micro_batch_objective, self.world)

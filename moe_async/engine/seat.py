@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import dataclass
 
 from moe_async.comm import World
 from moe_async.comm.session import Header
 from moe_async.engine.syncer_link import SyncerLink
-from moe_async.errors import CommunicationError, SyncError
+from moe_async.errors import CommunicationError, PlaceTakenError, SyncError
+
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,14 @@ def take_seat(link: SyncerLink, hello: Header, world: World, patience: float) ->
         link: this rank's.
         hello: what rank 0 says to the syncer.
         world: this rank's view of the learner.
-        patience: seconds for which the syncer may not be there yet.
+        patience: seconds for which the syncer may not be there yet, or the place be taken.
 
     Raises:
         SyncError: on all ranks: the syncer refuses this learner, or is not there.
     """
     answer: Seat | str = ""
     if world.rank == 0:
-        try:
-            link.connect(hello, patience)
-            answer = given_seat(link.reply())
-        except (SyncError, CommunicationError) as error:
-            answer = str(error)
+        answer = _ask(link, hello, patience)
     answer = world.everyone.broadcast_object(answer)
     problem = answer if isinstance(answer, str) else ""
     if world.rank and isinstance(answer, Seat):
@@ -57,6 +56,21 @@ def take_seat(link: SyncerLink, hello: Header, world: World, patience: float) ->
     if problems or isinstance(answer, str):
         raise SyncError(problems[0])
     return answer
+
+
+def _ask(link: SyncerLink, hello: Header, patience: float) -> Seat | str:
+    """On rank 0: the seat, or why there is none."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            link.connect(hello, max(deadline - time.monotonic(), 0.0))
+            return given_seat(link.reply())
+        except PlaceTakenError as error:
+            if time.monotonic() > deadline:
+                return str(error)
+            time.sleep(_RETRY_SECONDS)
+        except (SyncError, CommunicationError) as error:
+            return str(error)
 
 
 def given_seat(reply: Header) -> Seat:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_async.comm.connection import Connection
 from moe_async.comm.session import Header, knock
-from moe_async.errors import CommunicationError, SyncError
+from moe_async.errors import CommunicationError, PlaceTakenError, SyncError
 
 _ORDERED = ("welcome", "publication", "final")
 """Kinds of messages that all ranks of a learner get in the same order."""
@@ -78,7 +78,8 @@ class SyncerLink:
         """What the syncer answers to a hello. Blocks.
 
         Raises:
-            SyncError: it refuses, or goes away.
+            SyncError: it refuses; PlaceTakenError when it may not refuse later.
+            CommunicationError: it goes away.
         """
         with self._news:
             self._news.wait_for(lambda: self._reply is not None or self.lost, self.timeout)
@@ -86,7 +87,8 @@ class SyncerLink:
         if reply is None:
             raise CommunicationError(f"the syncer at {self.host}:{self.port} went away before it answered.")
         if reply["kind"] == "refused":
-            raise SyncError(f"the syncer at {self.host}:{self.port} refuses this learner: {reply['reason']}")
+            kind = PlaceTakenError if reply.get("later") else SyncError
+            raise kind(f"the syncer at {self.host}:{self.port} refuses this learner: {reply['reason']}")
         return reply
 
     @property

@@ -36,11 +36,6 @@ class Outer:
     delay: int = 1
     share: float = 0.0
 
-    @property
-    def has_momentum(self) -> bool:
-        """Whether directions of the past move the value."""
-        return self.kind != "none" and self.momentum > 0
-
 
 @torch.no_grad()
 def outer_step(
@@ -56,11 +51,6 @@ def outer_step(
         lr_factor: on the learning rate, for a schedule.
     """
     _RULES[outer.kind](outer, value, direction, state, outer.lr * lr_factor)
-
-
-def outer_state_names(outer: Outer) -> tuple[str, ...]:
-    """Names of the tensors that a rule keeps, each of the value's shape, but the count of ``delayed_nesterov`` [1]."""
-    return {"none": (), "delayed_nesterov": ("velocity", "gathered", "count")}.get(outer.kind, ("velocity",))
 
 
 def _none(outer: Outer, value: Tensor, direction: Tensor, state: MutableMapping[str, Tensor], rate: float) -> None:

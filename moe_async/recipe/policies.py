@@ -5,7 +5,7 @@ A policy's keys and their defaults are those of the preset of the same name in `
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, Tag, model_validator
 
@@ -177,11 +177,7 @@ SimplePolicy = (
     | DelayedNesterovPolicy
     | DecoupledPolicy
 )
-SIMPLE: tuple[type[Section], ...] = (
-    BspPolicy, MSyncPolicy, AspPolicy, SspPolicy, LocalSgdPolicy, DilocoPolicy, StreamingDilocoPolicy,
-    DelayedNesterovPolicy, DecoupledPolicy,
-)  # fmt: skip
-SIMPLE_NAMES = [str(form.model_fields["policy"].default) for form in SIMPLE]
+SIMPLE_NAMES = [str(form.model_fields["policy"].default) for form in get_args(SimplePolicy)]
 
 
 def _policy(value: Any) -> str | None:
@@ -189,7 +185,7 @@ def _policy(value: Any) -> str | None:
     return union_tag(name) if isinstance(name, str) else None
 
 
-_Simple = Annotated[
+_Tagged = (
     Annotated[BspPolicy, Tag(union_tag("bsp"))]
     | Annotated[MSyncPolicy, Tag(union_tag("m_sync"))]
     | Annotated[AspPolicy, Tag(union_tag("asp"))]
@@ -198,9 +194,9 @@ _Simple = Annotated[
     | Annotated[DilocoPolicy, Tag(union_tag("diloco"))]
     | Annotated[StreamingDilocoPolicy, Tag(union_tag("streaming_diloco"))]
     | Annotated[DelayedNesterovPolicy, Tag(union_tag("delayed_nesterov"))]
-    | Annotated[DecoupledPolicy, Tag(union_tag("decoupled"))],
-    union_discriminator(_policy, "policy", SIMPLE_NAMES),
-]
+    | Annotated[DecoupledPolicy, Tag(union_tag("decoupled"))]
+)
+_Simple = Annotated[_Tagged, union_discriminator(_policy, "policy", SIMPLE_NAMES)]
 
 
 class SwitchPolicy(Section):
@@ -247,17 +243,7 @@ class SwitchPolicy(Section):
 
 Policy = SimplePolicy | SwitchPolicy
 AnyPolicy = Annotated[
-    Annotated[BspPolicy, Tag(union_tag("bsp"))]
-    | Annotated[MSyncPolicy, Tag(union_tag("m_sync"))]
-    | Annotated[AspPolicy, Tag(union_tag("asp"))]
-    | Annotated[SspPolicy, Tag(union_tag("ssp"))]
-    | Annotated[LocalSgdPolicy, Tag(union_tag("local_sgd"))]
-    | Annotated[DilocoPolicy, Tag(union_tag("diloco"))]
-    | Annotated[StreamingDilocoPolicy, Tag(union_tag("streaming_diloco"))]
-    | Annotated[DelayedNesterovPolicy, Tag(union_tag("delayed_nesterov"))]
-    | Annotated[DecoupledPolicy, Tag(union_tag("decoupled"))]
-    | Annotated[SwitchPolicy, Tag(union_tag("switch"))]
-    | Annotated[SamePolicy, Tag(union_tag("same"))],
+    _Tagged | Annotated[SwitchPolicy, Tag(union_tag("switch"))] | Annotated[SamePolicy, Tag(union_tag("same"))],
     union_discriminator(_policy, "policy", [*SIMPLE_NAMES, "switch", "same"]),
 ]
 

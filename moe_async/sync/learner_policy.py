@@ -46,7 +46,6 @@ class _FragmentState:
     units: int
     version: int = 0
     sequence: int = 0
-    sent_clock: int = 0
     local_steps: int = 0
     tokens: list[int] | None = None
     loss: float = 0.0
@@ -78,7 +77,7 @@ class LearnerPolicy:
         self.clock = clock
         self.phase = 0
         self._position = position or Position(float(clock), clock)
-        self._fragments = {fragment: _FragmentState(count, sent_clock=clock) for fragment, count in units.items()}
+        self._fragments = {fragment: _FragmentState(count) for fragment, count in units.items()}
         self._in_flight: dict[int, list[tuple[int, int]]] = {fragment: [] for fragment in units}
         self._released = clock
         self._inbox: list[Publication] = []
@@ -107,6 +106,16 @@ class LearnerPolicy:
             state.loss += loss
             state.local_steps += 1
 
+    def drained(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """The weights have changed after the last step, by gradients that a delay held back.
+
+        Args:
+            tokens: of the last step, of each unit that changed; 0 for the others.
+        """
+        for fragment, state in self._fragments.items():
+            if not state.local_steps and any(tokens[fragment]):
+                state.tokens, state.local_steps = list(tokens[fragment]), 1
+
     def due_updates(self) -> list[UpdateHeader]:
         """Updates that are to be sent after the step that was just made, counted as sent from now on."""
         places = enumerate(self._fragments)
@@ -130,7 +139,6 @@ class LearnerPolicy:
         )
         self._in_flight[fragment].append((state.sequence, self.clock))
         state.sequence += 1
-        state.sent_clock = self.clock
         state.local_steps, state.tokens, state.loss = 0, None, 0.0
         return header
 

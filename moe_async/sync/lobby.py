@@ -84,10 +84,10 @@ class Lobby:
         for seat in self.seats.values():
             seat.close()
 
-    def refuse(self, connection: Connection, reason: str) -> None:
-        """Tell a rank why it may not be here, and end its session."""
+    def refuse(self, connection: Connection, reason: str, later: bool = False) -> None:
+        """Tell a rank why it may not be here, or not yet (``later``), and end its session."""
         self._say(f"refused: {reason}")
-        connection.send({"kind": "refused", "reason": reason})
+        connection.send({"kind": "refused", "reason": reason, "later": later})
         threading.Thread(target=_close_later, args=(connection,), daemon=True).start()
 
     def hello(
@@ -108,12 +108,23 @@ class Lobby:
             self.refuse(connection, problem)
             return None
         self._give_up(header)
-        learner = self._free_place(int(header["learner"]), learners)
-        if learner is None:
+        wanted = int(header["learner"])
+        if wanted >= learners:
             self.refuse(
                 connection,
-                f"the run is for {learners} learners, and place {header['learner']} is taken or does not exist. Wait "
-                "until a learner has left, or start a run with a larger sync.learners.",
+                f"place {wanted} does not exist: the run is for {learners} learners. Use --learner 0 to {learners - 1}"
+                ", or start a run with a larger sync.learners.",
+            )
+            return None
+        learner = self._free_place(wanted, learners)
+        if learner is None:
+            # A learner that was started anew may knock before its former life is quite gone.
+            self.refuse(
+                connection,
+                (f"place {wanted} is" if wanted >= 0 else f"all {learners} places are")
+                + " taken. Wait until a learner "
+                "has left, or start a run with a larger sync.learners.",
+                later=True,
             )
             return None
         clock = header.get("clock")

@@ -5,8 +5,8 @@ merger is told is written down first (`moe_async.sync.journal`) and acknowledged
 never lost and a repeated one is never applied again.
 
 Messages from a rank: ``hello`` (rank 0: may I join?), ``rank`` (another rank of a learner that may), ``ready``,
-``update`` (its part of one), ``finish``, ``report``, ``bye``. To a rank: ``refused``, ``seat``, ``welcome``,
-``publication``, ``ack``, ``final``.
+``update`` (its part of one), ``finish``, ``report``, ``pause`` (it will come back), ``bye``. To a rank: ``refused``,
+``seat``, ``welcome``, ``publication``, ``ack``, ``final``.
 """
 
 from __future__ import annotations

@@ -106,11 +106,6 @@ class PolicySettings:
         return clock > 0 and (clock - offset) % self.every == 0
 
     @property
-    def waits(self) -> bool:
-        """Whether some update makes its sender wait for the result."""
-        return self.overlap is not None
-
-    @property
     def asynchronous(self) -> bool:
         """Whether merges happen without the updates of all members."""
         return self.gate.kind != "barrier"

@@ -202,6 +202,15 @@ class LearnerSync:
         for policy in self.policies:
             policy.step_done(tokens, loss)
 
+    def drained(self, dense_tokens: int) -> None:
+        """Dense weights have changed after the last step, by gradients that a delay held back; see `LearnerPolicy`."""
+        tokens = {
+            number: [0 if unit.expert else dense_tokens for unit in fragment.units]
+            for number, fragment in self.fragments.items()
+        }
+        for policy in self.policies:
+            policy.drained(tokens)
+
     def due_updates(self) -> list[UpdateHeader]:
         """Updates to be sent now; they count as sent."""
         return [header for policy in self.policies for header in policy.due_updates()]

@@ -110,10 +110,9 @@ def test_a_killed_partner_is_noticed_at_once(door):
         time.sleep(0.01)
     ours = door.open(tickets[0])
     os.kill(ours.receive()[0]["pid"], signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(CommunicationError, match="gone"):
+    # Not by the time limit, whose message is another one.
+    with pytest.raises(CommunicationError, match=r"gone .*(closed by peer|reset by peer)"):
         ours.receive()
-    assert time.monotonic() - began < LIMIT / 2
     process.join(LIMIT)
 
 

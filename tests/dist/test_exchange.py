@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -75,6 +77,20 @@ def test_local_sgd_equals_a_plain_loop(tmp_path, learners):
         assert learner[0]["steps"] == 6
         for name, tensor in merged(learner).items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_expert_replicas_inside_a_learner_share_the_exchange(tmp_path):
+    """Four ranks with two replicas of each expert beside a learner of one rank: each element travels once, and the
+    result is that of learners of one rank with the same batches."""
+    moe = {"layers": [1], "num_experts": 4, "top_k": 2, "expert_dim": 6}
+    recipe = several(LOCAL, train__steps=6, moe=moe, parallel={"expert": 2, "zero": 0})
+    _, results = run_learners(recipe, tmp_path, ranks=4)
+    alone = several(LOCAL, train__steps=6, moe=moe, train__accumulation=4)
+    _, wanted = run_learners(alone, tmp_path / "alone")
+    for found, one in zip(results, wanted, strict=True):
+        weights = merged(one)
+        for name, tensor in merged(found).items():
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -200,12 +216,12 @@ def test_the_door_names_the_first_difference(tmp_path):
     def refused(hello, match):
         second = SyncerLink(*syncer.address, 20.0)
         with pytest.raises(SyncError, match=match):
-            take_seat(second, hello, World(), 5.0)
+            take_seat(second, hello, World(), 1.5)
         second.disconnect()
 
     refused(make_hello(other, World(), -1), "train.steps is 3 in the run but 4 in this learner's recipe")
-    refused(make_hello(recipe, World(), 0), "place 0 is taken or does not exist")
-    refused(make_hello(recipe, World(), 5), "place 5 is taken or does not exist")
+    refused(make_hello(recipe, World(), 0), "place 0 is taken. Wait until a learner has left")
+    refused(make_hello(recipe, World(), 5), "place 5 does not exist: the run is for 2 learners. Use --learner 0 to 1")
     hello = make_hello(recipe, World(), 1)
     refused({**hello, "code": {**hello["code"], "sync/gates.py": "0"}}, "moe_async/sync/gates.py differs from that")
     refused({**hello, "libraries": {**hello["libraries"], "torch": "1.0"}}, r"the run has torch .* but this learner 1\.0")
@@ -214,6 +230,22 @@ def test_the_door_names_the_first_difference(tmp_path):
     assert take_seat(second, hello, World(), 5.0).learner == 1
     for entry in (link, second):
         entry.leave()
+    syncer.close()
+
+
+def test_a_learner_waits_for_a_place_that_is_about_to_be_free(tmp_path):
+    """One that is started anew may knock before its former life is quite gone."""
+    syncer = Syncer(tmp_path / "run")
+    hello = make_hello(several(LOCAL), World(), 0)
+    first, second = (SyncerLink(*syncer.address, 20.0) for _ in range(2))
+    assert take_seat(first, hello, World(), 5.0).incarnation == 0
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(take_seat, second, hello, World(), 30.0)
+        while not any("place 0 is taken" in line for line in syncer.said):
+            time.sleep(0.05)
+        first.leave()
+        assert waiting.result(timeout=30.0).incarnation == 1
+    second.leave()
     syncer.close()
 
 

@@ -81,11 +81,14 @@ class Syncer:
 
 
 def batches(recipe: Recipe, learner: int, rank: int, ranks: int, step: int) -> list[MicroBatch]:
-    """A rank's micro-batches of one step: windows of made-up tokens, others for each learner."""
+    """A rank's micro-batches of one step: windows of made-up tokens, others for each learner.
+
+    Micro-batch a of a single rank is that of rank a of several, so that both train on the same.
+    """
     rows = recipe.micro_batch_size(ranks)
     size = (rows, recipe.data.seq_len)
-    draw = torch.Generator().manual_seed(1_000_003 * learner + 1009 * step + rank)
-    tokens = [torch.randint(0, 32, size, generator=draw) for _ in range(recipe.train.accumulation)]
+    seeds = [1_000_003 * learner + 1009 * step + rank + place for place in range(recipe.train.accumulation)]
+    tokens = [torch.randint(0, 32, size, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return [MicroBatch(entry, entry.roll(-1, 1)) for entry in tokens]
 
 
@@ -119,7 +122,7 @@ def one_rank(
     summary = exchange.summary()
     if rank == 0:
         exchange.report({"learner": summary})
-    exchange.leave()
+    exchange.link.leave()
     final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
     return {"seen": seen, "final": final, "summary": summary, "steps": engine.global_step}
 

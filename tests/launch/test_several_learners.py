@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import sys
-import time
 
 import psutil
 import pytest
@@ -215,7 +214,5 @@ def test_another_recipe_at_the_door_and_no_syncer(tmp_path):
     command = [sys.executable, "-m", "moe_async.train", "--recipe", str(recipe), "--set", "parallel.expert=1"]
     alone = Launch(tmp_path, *command)
     assert alone.wait() == 1 and "this launch joins nobody. Start the whole run with" in alone.text(), alone.text()
-    began = time.monotonic()
     wrong = Launch(tmp_path, *command, "--join", "nowhere")
     assert wrong.wait() == 2 and "'nowhere' is no address; write HOST:PORT" in wrong.text()
-    assert time.monotonic() - began < 60

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise, permutations
-from time import perf_counter
 
 import pytest
 import torch
@@ -448,7 +447,5 @@ def test_thousands_of_learners(name):
         StepTimes(jitter=0.2),
         log=EventLog(keep=False),
     )
-    began = perf_counter()
     run.run()
     assert sum(figures.steps for figures in run.figures.values()) == learners * steps
-    assert perf_counter() - began < 30
