@@ -207,10 +207,6 @@ class Exchange:
         """Go on with what a checkpoint held, see `moe_async.engine.exchange_state`, instead of the newest values."""
         self._participant = participant
 
-    def report(self, summary: dict[str, Any]) -> None:
-        """Tell the syncer what came out, on rank 0."""
-        self.link.send({"kind": "report", "summary": summary})
-
     def summary(self) -> dict[str, Any]:
         """What this learner did, over all its ranks. Every rank calls it; blocks."""
         traffic = torch.tensor(self.link.bytes, device=self._world.device)

@@ -113,6 +113,10 @@ class SyncerLink:
         if self._connection is not None and not self._connection.lost:
             self._connection.send(header, payload)
 
+    def report(self, summary: Mapping[str, Any]) -> None:
+        """Tell the syncer how it went. Does not block."""
+        self.send({"kind": "report", "summary": summary})
+
     def outbox(self) -> list[tuple[Mapping[str, Any], Tensor]]:
         """Updates that are not acknowledged, oldest first."""
         with self._news:

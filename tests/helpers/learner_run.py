@@ -121,7 +121,7 @@ def one_rank(
     exchange.finish()
     summary = exchange.summary()
     if rank == 0:
-        exchange.report({"learner": summary})
+        exchange.link.report({"learner": summary})
     exchange.link.leave()
     final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
     return {"seen": seen, "final": final, "summary": summary, "steps": engine.global_step}
