@@ -218,6 +218,9 @@ class MergingServer:
             self._dismiss(seat, self.merger)
 
     def _update(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
+        if not seat.joined:
+            # One that comes back sends everything again once it is ready; taken now, its updates would be out of order.
+            return
         update = read_header(header["header"])
         if (update.id.learner, update.id.incarnation) != (seat.learner, seat.incarnation):
             raise ValueError("it carries another learner's name")

@@ -150,6 +150,39 @@ def test_what_was_sent_was_merged_once(tmp_path):
     json.dumps(syncer.server.reports)
 
 
+def test_an_update_is_sent_again_until_it_is_acknowledged(tmp_path):
+    """Sessions end with updates in them that nobody has written down; and what is acknowledged is not kept."""
+    syncer = Syncer(tmp_path / "run")
+    handle, seen, lost, ended = syncer.server._update, [], [], []
+
+    def lossy(seat, rank, header, payload):
+        seen.append(header["header"]["id"])
+        if any(seat is entry for entry in ended):
+            # What comes behind it in its session is lost with it: order is what a session keeps.
+            return
+        if len(seen) in (3, 8, 13):
+            lost.append(tuple(seen[-1].values()))
+            ended.append(seat)
+            seat.close(wait=False)
+        else:
+            handle(seat, rank, header, payload)
+
+    syncer.server._update = lossy
+    recipe = several(DECOUPLED, train__steps=16)
+    _, results = run_learners(recipe, tmp_path, syncer=syncer, paces=(0.05, 0.05))
+    entries = list(read_entries(tmp_path / "run" / "events.jsonl"))
+    merges = [tuple(update.values()) for entry in entries if entry["event"] == "merge" for update in entry["updates"]]
+    assert lost and set(lost) <= set(merges) and len(set(merges)) == len(merges)
+    sent = {
+        tuple(entry["header"]["id"].values())
+        for learner in (0, 1)
+        for entry in read_entries(tmp_path / "run" / f"learner-{learner}" / "events.jsonl")
+        if entry["event"] == "send"
+    }
+    assert sent == set(merges)
+    assert [learner[0]["outbox"] for learner in results] == [0, 0]
+
+
 PLAIN_MOE = {"layers": [1], "num_experts": 4, "top_k": 2, "expert_dim": 6}
 
 

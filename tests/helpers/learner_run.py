@@ -122,9 +122,10 @@ def one_rank(
     summary = exchange.summary()
     if rank == 0:
         exchange.link.report({"learner": summary})
+    outbox = len(link.outbox())
     exchange.link.leave()
     final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
-    return {"seen": seen, "final": final, "summary": summary, "steps": engine.global_step}
+    return {"seen": seen, "final": final, "summary": summary, "steps": engine.global_step, "outbox": outbox}
 
 
 def run_learners(
