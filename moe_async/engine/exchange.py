@@ -124,9 +124,9 @@ class Exchange:
         """
         if self._world.rank == 0:
             self.link.send(_READY)
+        self.link.post_again()
         if self._participant is not None:
             # A learner that was saved goes on within the boundary at which it stopped.
-            self.link.post_again()
             return self._boundary()
         first = [fragment.number for group in self.groups for fragment in group.fragments]
         early: list[tuple[Publication, Tensor]] = []

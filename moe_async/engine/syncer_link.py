@@ -36,6 +36,7 @@ class SyncerLink:
         self._unacknowledged: dict[tuple[int, int], tuple[Mapping[str, Any], Tensor]] = {}
         self._bytes_before = (0, 0)
         self._generation = 0
+        self._behind = False
         self.received = 0
 
     @property
@@ -98,13 +99,19 @@ class SyncerLink:
         return str(reply["reason"]) if reply is not None and reply["kind"] == "refused" else ""
 
     def post(self, fragment: int, sequence: int, header: Mapping[str, Any], payload: Tensor) -> None:
-        """Send an update, and keep it until the syncer has acknowledged it. Does not block."""
+        """Send an update, and keep it until the syncer has acknowledged it. Does not block.
+
+        On a new connection nothing goes out before `post_again`: the syncer takes a newer update for a sign that the
+        older ones have come.
+        """
         with self._news:
             self._unacknowledged[fragment, sequence] = (header, payload)
-        self.send(header, payload)
+        if not self._behind:
+            self.send(header, payload)
 
     def post_again(self) -> None:
-        """Send everything that is not acknowledged, oldest first."""
+        """Send everything that is not acknowledged, oldest first, and from now on what is posted."""
+        self._behind = False
         for header, payload in self.outbox():
             self.send(header, payload)
 
@@ -148,6 +155,7 @@ class SyncerLink:
             connection.close(wait=False)
         with self._news:
             self._inbox.clear()
+            self._behind = True
             self._generation += 1
             self.received = 0
 

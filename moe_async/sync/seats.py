@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_async.comm.connection import Connection
+from moe_async.comm.session import Header
 from moe_async.sync.fragments import Fragment
 from moe_async.sync.messages import UpdateHeader, UpdateId
 from moe_async.sync.shares import lengths, pick, share
@@ -26,6 +27,7 @@ class Seat:
         clock: its steps when it comes back after its connection was lost; None: it begins.
         connections: of its ranks, by rank.
         parts: of updates that have not come from all ranks yet.
+        early: parts of updates that came before the learner takes part: rank, header and payload.
         ready: it has loaded its text and built its model.
         joined: it takes part.
         paused: it leaves in order to come back.
@@ -39,6 +41,7 @@ class Seat:
     clock: int | None = None
     connections: dict[int, Connection] = field(default_factory=dict)
     parts: dict[UpdateId, dict[int, Tensor]] = field(default_factory=dict)
+    early: list[tuple[int, Header, Tensor]] = field(default_factory=list)
     ready: bool = False
     joined: bool = False
     paused: bool = False

@@ -30,7 +30,7 @@ from moe_async.sync.event_log import EventLog
 from moe_async.sync.journal import Journal, apply_input
 from moe_async.sync.lobby import Lobby
 from moe_async.sync.merger import Merger, Outgoing, Schedule
-from moe_async.sync.messages import Publication, Welcome
+from moe_async.sync.messages import Publication, UpdateId, Welcome
 from moe_async.sync.seats import Seat
 from moe_async.sync.syncer import SyncGroup
 from moe_async.sync.syncer_policy import read_header
@@ -208,6 +208,7 @@ class MergingServer:
             self._join(seat)
 
     def _join(self, seat: Seat) -> None:
+        """Let a learner take part, and take what its ranks have sent since they came."""
         seat.joined = True
         self._paused = False
         self._absent.pop(seat.learner, None)
@@ -216,18 +217,26 @@ class MergingServer:
         if self._finale and self.merger is not None:
             # It came back too late to do anything.
             self._dismiss(seat, self.merger)
+        early, seat.early = seat.early, []
+        for rank, header, payload in early:
+            self._update(seat, rank, header, payload)
 
     def _update(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
-        if not seat.joined:
-            # One that comes back sends everything again once it is ready; taken now, its updates would be out of order.
-            return
         update = read_header(header["header"])
         if (update.id.learner, update.id.incarnation) != (seat.learner, seat.incarnation):
             raise ValueError("it carries another learner's name")
+        if not seat.joined or self.merger is None:
+            # A rank that comes back sends at once what was not acknowledged, and another may not be here yet.
+            seat.early.append((rank, header, payload))
+            return
+        if self.merger.syncer.has_received(update.id):
+            # It was written down, and the acknowledgment lost with the session of this rank.
+            seat.connections[rank].send(_acknowledgment(update.id))
+            return
         whole_X = seat.gather(update, rank, payload, self._fragments[update.id.fragment])
         if whole_X is not None:
             self._input({"kind": "arrive", "now": self._now(), "header": asdict(update)}, whole_X)
-            seat.send({"kind": "ack", "fragment": update.id.fragment, "sequence": update.id.sequence})
+            seat.send(_acknowledgment(update.id))
 
     def _finish(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         seat.finished.add(rank)
@@ -340,3 +349,7 @@ class MergingServer:
             elif isinstance(entry.message, Publication) and entry.value_X is not None:
                 fragment = self._fragments[entry.message.fragment]
                 seat.send_value({"kind": "publication", **asdict(entry.message)}, fragment, entry.value_X)
+
+
+def _acknowledgment(update: UpdateId) -> Header:
+    return {"kind": "ack", "fragment": update.fragment, "sequence": update.sequence}

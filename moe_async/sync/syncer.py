@@ -115,6 +115,10 @@ class Syncer:
         """All shared values for one member."""
         return [decision for policy in self.policies for decision in policy.publish_all(learner)]
 
+    def has_received(self, update: UpdateId) -> bool:
+        """Whether an update has come, from a learner that still takes part or from one that is gone."""
+        return self._of[update.fragment].has_received(update)
+
     def pending(self) -> set[UpdateId]:
         """Updates that wait to be merged."""
         return {update for policy in self.policies for update in policy.pending()}

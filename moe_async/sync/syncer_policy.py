@@ -141,6 +141,11 @@ class SyncerPolicy:
         """The shared values as they are, for one member."""
         return [self._publication(learner, fragment) for fragment in self.versions]
 
+    def has_received(self, update: UpdateId) -> bool:
+        """Whether an update has come; numbers of one life only grow."""
+        incarnation, sequence = self._received.get((update.learner, update.fragment), (-1, -1))
+        return incarnation == update.incarnation and update.sequence <= sequence
+
     def pending(self) -> list[UpdateId]:
         """Updates that wait to be merged."""
         return [arrival.header.id for pending in self._pending.values() for arrival in pending]
@@ -157,8 +162,7 @@ class SyncerPolicy:
         member = self.members.get(header.id.learner)
         if member is None or header.id.incarnation != member.incarnation:
             return [Discard(header.id, "its sender is no member")]
-        incarnation, sequence = self._received.get(key, (header.id.incarnation, -1))
-        if incarnation == header.id.incarnation and header.id.sequence <= sequence:
+        if self.has_received(header.id):
             repeated: list[Decision] = [Discard(header.id, "came before", repeated=True)]
             if self._settled_sequence(*key) >= header.id.sequence and header.id.learner not in self._held:
                 repeated.append(self._publication(*key))

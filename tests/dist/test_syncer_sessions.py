@@ -16,7 +16,10 @@ from moe_async.engine.seat import rank_hello, take_seat
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import SyncError
 from moe_async.recipe.loader import dump_recipe
+from moe_async.sync.event_log import read_entries
 from moe_async.sync.messages import UpdateHeader, UpdateId
+from moe_async.sync.shares import lengths, share
+from moe_async.topology import Topology
 from tests.helpers.learner_run import LIMIT, Syncer, one_rank, several
 from tests.helpers.spawn import run_ranks
 
@@ -44,6 +47,8 @@ def sit_down(syncer, place, ranks=1, ready=True, timeout=20.0, **more):
         links[rank].connect(rank_hello(seat, SimpleNamespace(rank=rank)), 5.0)
     if ready:
         links[0].send({"kind": "ready"})
+    for link in links:
+        link.post_again()
     return links
 
 
@@ -81,6 +86,49 @@ def test_ranks_that_come_back_get_the_same_messages(tmp_path):
     heard = [[header for header, _ in link.next(link.received)] for link in (first, second)]
     assert heard[0] == heard[1] and heard[0][0]["kind"] == "welcome"
     for link in (first, second, other):
+        link.leave()
+    syncer.close()
+
+
+def post_part(syncer, link, rank, sequence, ranks=2):
+    """A rank's part of an update of fragment 0 of learner 0, kept until it is acknowledged."""
+    fragment = syncer.server.run.groups[0].fragments[0]
+    update = UpdateId(0, 0, sequence, fragment.number)
+    clock = 2 * (sequence + 1)
+    header = UpdateHeader(update, 0, 2, clock, (5,) * len(fragment.units), 1.0)
+    elements = sum(lengths(share(fragment, Topology(ranks, ranks, 4), rank)))
+    message = {"kind": "update", "header": asdict(header)}
+    link.post(fragment.number, sequence, message, torch.zeros(elements, dtype=torch.float64))
+
+
+def test_a_rank_may_send_before_the_others_are_back(tmp_path):
+    """Its parts wait; and a part whose acknowledgment was lost with a session is acknowledged to its rank alone."""
+    syncer = Syncer(tmp_path)
+    links = [*sit_down(syncer, 0, ranks=2), *sit_down(syncer, 1)]
+    assert eventually(lambda: all(link.received == 3 for link in links))
+    for rank in (0, 1):
+        post_part(syncer, links[rank], rank, 0)
+    assert eventually(lambda: not links[0].outbox() and not links[1].outbox())
+    for link in links[:2]:
+        link.disconnect()
+    first, second = links[:2]
+    post_part(syncer, first, 0, 1)
+    post_part(syncer, second, 1, 0)
+    post_part(syncer, second, 1, 1)
+    seat = take_seat(first, hello(0, 2, incarnation=0, clock=4), World(), 5.0)
+    first.send({"kind": "ready"})
+    # Nothing newer goes out before what is older.
+    post_part(syncer, first, 0, 2)
+    first.post_again()
+    time.sleep(0.5)
+    assert first.outbox(), "acknowledged before the other rank is there"
+    second.connect(rank_hello(seat, SimpleNamespace(rank=1)), 5.0)
+    second.post_again()
+    post_part(syncer, second, 1, 2)
+    assert eventually(lambda: not first.outbox() and not second.outbox())
+    merges = [entry for entry in read_entries(tmp_path / "events.jsonl") if entry["event"] == "merge"]
+    assert [update["sequence"] for entry in merges for update in entry["updates"]] == [0, 1, 2]
+    for link in links:
         link.leave()
     syncer.close()
 

@@ -142,9 +142,14 @@ def test_a_killed_syncer_comes_back_as_it_was(tmp_path):
 
 def test_a_syncer_killed_after_the_learners_had_finished_does_not_keep_the_run(tmp_path):
     run = start(tmp_path, steps=12)
-    run.wait_for("[learner 0] > ")
+    run.wait_for("learner 1] step 2/")
     (syncer,) = processes(run, "moe_async.syncer")
+    (learner, *_) = processes(run, "moe_async.train", "--learner 1", "--local_rank=0")
+    run.wait_for("all learners have finished")
+    # One that stands still has not left, so the syncer is still there to be killed.
+    learner.suspend()
     syncer.send_signal(signal.SIGKILL)
+    learner.resume()
     assert run.wait(60) == 0, run.text()
     assert "the syncer missed the end of the run" in run.text()
 
