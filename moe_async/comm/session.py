@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,12 @@ _TICKETS = "tickets"
 _FRAME, _TEXT, _TENSOR = range(3)
 """Tags of the three parts of a message; each direction has its own, so both may be under way at once."""
 
+_PIECE_BYTES = 2**20
+"""Tensors travel in pieces, and the time limit is that of a piece: on a slow link a large one takes longer."""
+
+_PIECES_AHEAD = 4
+"""Pieces under way at once, so that a long way costs no rate."""
+
 
 class Session:
     """One end of a connection. One thread may send while another receives.
@@ -37,7 +44,7 @@ class Session:
     Args:
         group: the gloo group of two.
         first: whether this end is rank 0 of it.
-        timeout: seconds that a receive or send may take.
+        timeout: seconds without progress after which a receive or send fails.
     """
 
     def __init__(self, group: Any, first: bool, timeout: float) -> None:
@@ -63,8 +70,7 @@ class Session:
         frame = torch.tensor([_MAGIC, text.numel(), flat.numel(), _DTYPES.index(flat.dtype)])
         self._send(frame, _FRAME)
         self._send(text, _TEXT)
-        if flat.numel():
-            self._send(flat, _TENSOR)
+        self._send(flat, _TENSOR)
         self.bytes_sent += frame.nbytes + text.nbytes + flat.nbytes
 
     def receive(self) -> tuple[Header, Tensor]:
@@ -92,22 +98,28 @@ class Session:
             flat = torch.empty(elements, dtype=_DTYPES[dtype])
         except (ValueError, RuntimeError) as error:
             raise CommunicationError(f"the partner sends what cannot be read ({_first_line(error)}).") from error
-        if elements:
-            self._receive(flat, _TENSOR)
+        self._receive(flat, _TENSOR)
         self.bytes_received += frame.nbytes + text.nbytes + flat.nbytes
         if not isinstance(header, dict):
             raise CommunicationError("the partner sends a header that is no mapping; both sides need the same version.")
         return header, flat
 
     def _send(self, tensor: Tensor, tag: int) -> None:
-        try:
-            self._group.send([tensor], self._partner, self._out + tag).wait(self._timeout)
-        except RuntimeError as error:
-            raise CommunicationError(f"the other side of the session is gone ({_first_line(error)})") from error
+        self._move(tensor, lambda piece: self._group.send([piece], self._partner, self._out + tag))
 
     def _receive(self, tensor: Tensor, tag: int) -> None:
+        self._move(tensor, lambda piece: self._group.recv([piece], self._partner, self._in + tag))
+
+    def _move(self, tensor: Tensor, begin: Callable[[Tensor], Any]) -> None:
+        """Move a tensor piece by piece, in order; an empty one does not travel."""
+        under_way: deque[Any] = deque()
         try:
-            self._group.recv([tensor], self._partner, self._in + tag).wait(self._timeout)
+            for piece in tensor.split(_PIECE_BYTES // tensor.element_size()) if tensor.numel() else ():
+                if len(under_way) == _PIECES_AHEAD:
+                    under_way.popleft().wait(self._timeout)
+                under_way.append(begin(piece))
+            for work in under_way:
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise CommunicationError(f"the other side of the session is gone ({_first_line(error)})") from error
 

@@ -58,6 +58,37 @@ def test_messages_come_as_they_were_sent(door, dtype):
     assert ours.bytes_received == theirs.bytes_sent > payload.nbytes
 
 
+class SlowLink:
+    """A group whose receiving end takes a time for each byte."""
+
+    def __init__(self, group, seconds_per_byte):
+        self.group, self.seconds_per_byte = group, seconds_per_byte
+
+    def recv(self, tensors, *arguments):
+        time.sleep(sum(tensor.nbytes for tensor in tensors) * self.seconds_per_byte)
+        return self.group.recv(tensors, *arguments)
+
+
+def test_a_transfer_may_take_longer_than_the_limit(door):
+    """The limit is for silence: what comes slowly comes."""
+    ours, theirs = pair(door)
+    payload = torch.arange(5 * 2**20 + 1, dtype=torch.float32)
+    theirs.limit(1.0)
+    ours._group = SlowLink(ours._group, 2.5 / payload.nbytes)
+    box = []
+
+    def send():
+        theirs.send({"kind": "update"}, payload)
+        box.append("sent")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    _, received = ours.receive()
+    sender.join(LIMIT)
+    assert torch.equal(received, payload) and box == ["sent"]
+    assert ours.bytes_received == theirs.bytes_sent
+
+
 def test_both_directions_at_once_and_in_order(door):
     ends = pair(door)
     got = [[], []]
