@@ -28,9 +28,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     seconds fails the test with every rank's story.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        # Forked from a server that has imported what they need and started no threads: that saves seconds each time.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.preload"])
+        environment = dict(os.environ)
         ranks = [
-            context.Process(target=_child, args=(rank, world_size, folder, function, args), daemon=True)
+            context.Process(target=_child, args=(rank, world_size, folder, environment, function, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -75,7 +78,17 @@ def _result(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"{rank}.pt"
 
 
-def _child(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    rank: int,
+    world_size: int,
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    # The server's variables are those of the first test.
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     torch.set_num_threads(1)
