@@ -111,6 +111,13 @@ def between_problems(between: BetweenSection, learners: int, has_experts: bool, 
     for name, policy in policies.items():
         for part in (policy.first, policy.then) if isinstance(policy, SwitchPolicy) else (policy,):
             problems += _size_problems(f"sync.between.{name}", part, learners)
+    waiting = {name: p for name, p in policies.items() if isinstance(p, DecoupledPolicy) and _waits_for_some(p)}
+    if any(policy != other for policy in waiting.values() for other in waiting.values()):
+        problems.append(
+            f"sync.between has ahead: 0 and a quorum above 1 for {', '.join(waiting)}, whose policies differ, so they are"
+            " merged apart; learners could wait for one another on different ones for ever. Use ahead: 1 or more,"
+            " or the same policy for them."
+        )
     if zero and contribution(policies["dense"]) == "grad":
         problems.append(
             f"parallel.zero is {zero} but sync.between.dense.policy is {policies['dense'].policy}, where learners send"
@@ -133,12 +140,17 @@ def _size_problems(place: str, policy: SimplePolicy, learners: int) -> list[str]
             f"{place}.overlap is {policy.overlap} but every is {policy.every}; a result has to be taken before its"
             f" fragment is sent again. Use overlap: {policy.every - 1} at most."
         )
-    if isinstance(policy, DecoupledPolicy) and policy.ahead == 0 and policy.fragments > 1 and policy.quorum > 1:
+    if isinstance(policy, DecoupledPolicy) and policy.fragments > 1 and _waits_for_some(policy):
         problems.append(
             f"{place}.ahead is 0 with {policy.fragments} fragments and a quorum of {policy.quorum}; learners could wait"
             " for one another on different fragments for ever. Use ahead: 1 or more."
         )
     return problems
+
+
+def _waits_for_some(policy: DecoupledPolicy) -> bool:
+    """Whether a learner waits after each update for others, but not for all."""
+    return policy.ahead == 0 and policy.quorum > 1
 
 
 def between_warnings(between: BetweenSection) -> list[str]:

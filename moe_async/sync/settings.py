@@ -72,6 +72,9 @@ class PolicySettings:
         mix: what a taken value does to the local one: ``local = mix * local + (1 - mix) * shared``; None: the local
             value moves by as much as the shared one did, so that what was learnt since stays (`rebase`).
         shares_merge: a merge is sent to all members, not only to those that it settles.
+
+    Raises:
+        SyncError: a value is out of its range, or two of them do not fit together.
     """
 
     contribution: Contribution = "delta"
@@ -88,7 +91,16 @@ class PolicySettings:
     shares_merge: bool = False
 
     def __post_init__(self) -> None:
-        if self.ahead == 0 and self.fragments > 1 and self.gate.kind == "quorum" and self.gate.count > 1:
+        for name, value, least in (
+            ("every", self.every, 1), ("fragments", self.fragments, 1), ("gate.count", self.gate.count, 1),
+            ("gate.grace", self.gate.grace, 0), ("combine.discount", self.combine.discount, 0),
+            ("max_lag", self.max_lag, 0), ("clock_bound", self.clock_bound, 0), ("ahead", self.ahead, 0),
+        ):  # fmt: skip
+            if value is not None and value < least:
+                raise SyncError(f"{name} of a policy is {value}; it must be at least {least}.")
+        if self.mix is not None and not 0 <= self.mix <= 1:
+            raise SyncError(f"mix of a policy is {self.mix}; it must be a share from 0 to 1, or None.")
+        if self.blocks and self.fragments > 1:
             raise SyncError(
                 f"ahead is 0 with {self.fragments} fragments and a quorum of {self.gate.count}: learners that wait for "
                 "one another on different fragments would wait for ever. Use ahead: 1 or more, quorum: 1, or "
@@ -104,6 +116,11 @@ class PolicySettings:
         """Whether the ``fragment``-th of the fragments is sent after step ``clock`` (the first step is 1)."""
         offset = fragment * self.every // self.fragments
         return clock > 0 and (clock - offset) % self.every == 0
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a learner waits after each update for a merge that needs others, but not all of them."""
+        return self.ahead == 0 and self.gate.kind == "quorum" and self.gate.count > 1
 
     @property
     def asynchronous(self) -> bool:

@@ -324,6 +324,25 @@ def test_settings_that_would_wait_for_ever_are_refused():
         presets.decoupled(every, fragments, quorum, ahead=ahead)
 
 
+@pytest.mark.parametrize(
+    ("match", "values"),
+    [
+        ("every of a policy is 0; it must be at least 1", {"every": 0}),
+        ("fragments of a policy is 0; it must be at least 1", {"fragments": 0}),
+        ("gate.count of a policy is 0; it must be at least 1", {"gate": Gate("first", 0)}),
+        ("gate.grace of a policy is -1; it must be at least 0", {"gate": Gate("quorum", 1, -1)}),
+        ("combine.discount of a policy is -0.5; it must be at least 0", {"combine": Combine(discount=-0.5)}),
+        ("max_lag of a policy is -1; it must be at least 0", {"max_lag": -1}),
+        ("clock_bound of a policy is -1; it must be at least 0", {"clock_bound": -1}),
+        ("ahead of a policy is -1; it must be at least 0", {"ahead": -1}),
+        ("mix of a policy is 1.5; it must be a share from 0 to 1, or None", {"mix": 1.5}),
+    ],
+)
+def test_settings_out_of_range_are_refused(match, values):
+    with pytest.raises(SyncError, match=match):
+        PolicySettings(**values)
+
+
 def test_an_overlap_lasts_less_than_a_period():
     with pytest.raises(SyncError, match=r"overlap is 4 but .* every 4 steps, .* Use overlap: 3 at most"):
         presets.streaming_diloco(4, 2, 4)
