@@ -23,7 +23,7 @@ from moe_async.engine.learner_model import RankModel
 from moe_async.engine.seat import Seat, given_seat, rank_hello
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.syncer_link import SyncerLink
-from moe_async.errors import CommunicationError, SyncError
+from moe_async.errors import CommunicationError, PlaceTakenError, SyncError
 from moe_async.sync.event_log import EventLog
 from moe_async.sync.figures import LearnerFigures
 from moe_async.sync.messages import Publication
@@ -312,7 +312,7 @@ class Exchange:
                 self._given = given_seat(self.link.reply())
                 self._back.set()
                 return
-            except CommunicationError:
+            except (CommunicationError, PlaceTakenError):
                 time.sleep(_RETRY_SECONDS)
             except SyncError:
                 return

@@ -94,9 +94,10 @@ class SyncerLink:
 
     @property
     def refusal(self) -> str:
-        """Why the syncer has put this rank out; empty while it has not."""
+        """Why the syncer has put this rank out; empty while it has not, or only for now."""
         reply = self._reply
-        return str(reply["reason"]) if reply is not None and reply["kind"] == "refused" else ""
+        final = reply is not None and reply["kind"] == "refused" and not reply.get("later")
+        return str(reply["reason"]) if reply is not None and final else ""
 
     def post(self, fragment: int, sequence: int, header: Mapping[str, Any], payload: Tensor) -> None:
         """Send an update, and keep it until the syncer has acknowledged it. Does not block.

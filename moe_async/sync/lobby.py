@@ -162,7 +162,9 @@ class Lobby:
         """Another rank of a learner that has a seat."""
         seat = self.seats.get(int(header["learner"]))
         if seat is None or seat.incarnation != header["incarnation"] or header["rank"] not in seat.missing():
-            self.refuse(connection, f"learner {header['learner']} has no free place for rank {header['rank']}.")
+            # Its rank 0 may have lost its own session meanwhile; it knocks again, and then the others do.
+            reason = f"learner {header['learner']} has no free place for rank {header['rank']}."
+            self.refuse(connection, reason, later=True)
             return None
         seat.connections[int(header["rank"])] = connection
         return seat

@@ -14,7 +14,7 @@ from moe_async.comm import World
 from moe_async.engine.door import make_hello
 from moe_async.engine.seat import rank_hello, take_seat
 from moe_async.engine.syncer_link import SyncerLink
-from moe_async.errors import SyncError
+from moe_async.errors import PlaceTakenError, SyncError
 from moe_async.recipe.loader import dump_recipe
 from moe_async.sync.event_log import read_entries
 from moe_async.sync.messages import UpdateHeader, UpdateId
@@ -130,6 +130,21 @@ def test_a_rank_may_send_before_the_others_are_back(tmp_path):
     assert [update["sequence"] for entry in merges for update in entry["updates"]] == [0, 1, 2]
     for link in links:
         link.leave()
+    syncer.close()
+
+
+def test_a_rank_whose_first_one_is_gone_again_is_told_to_come_later(tmp_path):
+    """It is not put out: its learner loses its sessions, and rank 0 knocks anew."""
+    syncer = Syncer(tmp_path)
+    first, second = (SyncerLink(*syncer.address, 20.0) for _ in range(2))
+    seat = take_seat(first, hello(0, 2), World(), 5.0)
+    first.disconnect()
+    assert eventually(lambda: not syncer.server._lobby.seats)
+    second.connect(rank_hello(seat, SimpleNamespace(rank=1)), 5.0)
+    with pytest.raises(PlaceTakenError, match="learner 0 has no free place for rank 1"):
+        second.reply()
+    assert not second.refusal and eventually(lambda: second.lost)
+    second.disconnect()
     syncer.close()
 
 
