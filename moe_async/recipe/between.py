@@ -114,8 +114,8 @@ def between_problems(between: BetweenSection, learners: int, has_experts: bool, 
     waiting = {name: p for name, p in policies.items() if isinstance(p, DecoupledPolicy) and _waits_for_some(p)}
     if any(policy != other for policy in waiting.values() for other in waiting.values()):
         problems.append(
-            f"sync.between has ahead: 0 and a quorum above 1 for {', '.join(waiting)}, whose policies differ, so they are"
-            " merged apart; learners could wait for one another on different ones for ever. Use ahead: 1 or more,"
+            f"sync.between has ahead: 0 and a quorum above 1 for {', '.join(waiting)}, whose policies differ, so they"
+            " are merged apart; learners could wait for one another on different ones for ever. Use ahead: 1 or more,"
             " or the same policy for them."
         )
     if zero and contribution(policies["dense"]) == "grad":
