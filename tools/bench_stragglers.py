@@ -31,7 +31,8 @@ from moe_async.engine.run_description import sync_groups
 from moe_async.engine.simulated import StubLearner, stub_groups
 from moe_async.errors import MoeAsyncError
 from moe_async.model import build_model
-from moe_async.recipe import parse_recipe
+from moe_async.recipe import Recipe, dump_recipe, load_recipe
+from moe_async.recipe.policy_text import policy_overrides
 from moe_async.sync.quantities import parse_bandwidth
 from moe_async.sync.timing import Link, Links, StepTimes
 from moe_async.sync.virtual_clock import VirtualRun
@@ -39,13 +40,6 @@ from moe_async.sync.virtual_clock import VirtualRun
 DEFAULT_POLICIES = ("decoupled:every=2", "diloco:every=2", "local_sgd:every=2")
 LIMIT_SECONDS = 900.0
 PORT = 29400
-
-
-def parse_policy(text: str) -> dict[str, Any]:
-    """An entry of sync.between from ``NAME:key=value,...``."""
-    name, _, options = text.partition(":")
-    entries = (option.partition("=") for option in options.split(",") if option)
-    return {"policy": name, **{key: yaml.safe_load(value) for key, _, value in entries}}
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,13 @@ class Bench:
     megabytes: float
     bandwidth: float | None
 
-    def document(self, folder: Path, policy: dict[str, Any]) -> dict[str, Any]:
-        """A recipe of a tiny model, most of which is its embedding."""
+    def recipe(self, folder: Path, policy: str) -> Recipe:
+        """A tiny model, most of which is its embedding, under a policy as `policy_overrides` reads it."""
+        path = folder / "tiny.yaml"
+        path.write_text(yaml.safe_dump(self._document(folder)))
+        return load_recipe(path, policy_overrides(policy, has_experts=True))
+
+    def _document(self, folder: Path) -> dict[str, Any]:
         width = 16
         return {
             "name": "stragglers",
@@ -75,10 +74,7 @@ class Bench:
             },
             "moe": {"layers": "all", "num_experts": 2, "top_k": 1, "expert_dim": 16, "router": {"kind": "switch"}},
             "parallel": {"expert": 1, "zero": 0},
-            "sync": {
-                "learners": len(self.paces),
-                "between": {"dense": policy, "expert": {"policy": "same"}, "router": {"policy": "same"}},
-            },
+            "sync": {"learners": len(self.paces), "between": {}},
             "optim": {"kind": "sgd", "lr": 0.05},
             "data": {
                 "source": [{"builtin": "english", "max_bytes": 200_000}],
@@ -90,12 +86,12 @@ class Bench:
             "log": {"dir": str(folder / "runs"), "every": 1000, "sample_tokens": 0},
         }  # fmt: skip
 
-    def measure(self, policy: dict[str, Any]) -> dict[str, Any]:
+    def measure(self, policy: str) -> dict[str, Any]:
         """Throughput of a real run over the sum of the learners' own, and how busy each was."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             recipe = folder / "stragglers.yaml"
-            recipe.write_text(yaml.safe_dump(self.document(folder, policy)))
+            recipe.write_text(dump_recipe(self.recipe(folder, policy)))
             run = folder / "runs" / "stragglers"
             if self.bandwidth is None:
                 _launch(recipe, self.paces)
@@ -110,10 +106,10 @@ class Bench:
             "steps": [learner["steps"] for learner in learners],
         }
 
-    def predict(self, policy: dict[str, Any]) -> float:
+    def predict(self, policy: str) -> float:
         """The same ratio under the virtual clock."""
         with tempfile.TemporaryDirectory() as name:
-            recipe = parse_recipe(yaml.safe_dump(self.document(Path(name), policy)), "stragglers")
+            recipe = self.recipe(Path(name), policy)
         groups, sizes = stub_groups(sync_groups(recipe, build_model(recipe)), element_size=4)
         link = Link() if self.bandwidth is None else Link(self.bandwidth * PAYLOAD_SHARE)
         run = VirtualRun(
@@ -182,8 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(paces, parsed.steps, parsed.megabytes, bandwidth)
         for text in parsed.policy or DEFAULT_POLICIES:
             print(f"{text} ...", file=sys.stderr, flush=True)
-            policy = parse_policy(text)
-            rows.append({"policy": text, **bench.measure(policy), "predicted": bench.predict(policy)})
+            rows.append({"policy": text, **bench.measure(text), "predicted": bench.predict(text)})
     except MoeAsyncError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -36,6 +36,7 @@ from moe_async.engine.simulate import Machine, Measure, Outcome, Simulation
 from moe_async.errors import MoeAsyncError, SyncError
 from moe_async.recipe import Recipe, load_recipe
 from moe_async.recipe.policies import gradient_policies
+from moe_async.recipe.policy_text import policy_overrides
 from moe_async.sync.quantities import parse_bandwidth, parse_factor, parse_rate, parse_seconds, parse_share
 from moe_async.sync.timing import Link, Links, StepTimes, Transient, read_step_times
 
@@ -52,28 +53,6 @@ def default_policies(recipe: Recipe, learners: int, sgd: bool) -> list[str]:
     gradients = ["bsp", f"m_sync:count={max(learners - 1, 1)}", "ssp:bound=3", "asp"] if sgd else []
     deltas = [f"{name}:every={every}" for name in ("local_sgd", "diloco", "delayed_nesterov", "decoupled")]
     return [*given, *gradients, *deltas]
-
-
-def policy_overrides(text: str, has_experts: bool) -> list[str]:
-    """Recipe entries for a policy as it is written on the command line.
-
-    Raises:
-        SyncError: an entry is not of the form key=value.
-    """
-    if text == "recipe":
-        return []
-    name, _, rest = text.partition(":")
-    same = ", expert: {policy: same}, router: {policy: same}" if has_experts else ""
-    overrides = [f"sync.between={{dense: {{policy: {name}}}{same}}}"]
-    for entry in rest.split(",") if rest else []:
-        key, equals, value = entry.partition("=")
-        if not (key.strip() and equals and value.strip()):
-            raise SyncError(f"{entry!r} in the policy {text!r} is not key=value. Write it like diloco:every=20,lr=0.7.")
-        path = key.strip()
-        if not path.startswith("optim."):
-            path = f"sync.between.{path if path.startswith(('expert.', 'router.')) else f'dense.{path}'}"
-        overrides.append(f"{path}={value.strip()}")
-    return overrides
 
 
 def policy_recipe(parsed: argparse.Namespace, policy: str, seed: int) -> Recipe:

@@ -30,7 +30,7 @@ from moe_async.sync.event_log import EventLog
 from moe_async.sync.journal import Journal, apply_input
 from moe_async.sync.lobby import Lobby
 from moe_async.sync.merger import Merger, Outgoing, Schedule
-from moe_async.sync.messages import Publication, UpdateId, Welcome
+from moe_async.sync.messages import Publication, Welcome
 from moe_async.sync.seats import Seat
 from moe_async.sync.syncer import SyncGroup
 from moe_async.sync.syncer_policy import read_header
@@ -229,14 +229,15 @@ class MergingServer:
             # A rank that comes back sends at once what was not acknowledged, and another may not be here yet.
             seat.early.append((rank, header, payload))
             return
+        acknowledgment = {"kind": "ack", "fragment": update.id.fragment, "sequence": update.id.sequence}
         if self.merger.syncer.has_received(update.id):
             # It was written down, and the acknowledgment lost with the session of this rank.
-            seat.connections[rank].send(_acknowledgment(update.id))
+            seat.connections[rank].send(acknowledgment)
             return
         whole_X = seat.gather(update, rank, payload, self._fragments[update.id.fragment])
         if whole_X is not None:
             self._input({"kind": "arrive", "now": self._now(), "header": asdict(update)}, whole_X)
-            seat.send(_acknowledgment(update.id))
+            seat.send(acknowledgment)
 
     def _finish(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         seat.finished.add(rank)
@@ -254,15 +255,8 @@ class MergingServer:
 
     def _dismiss(self, seat: Seat, merger: Merger) -> None:
         """Give a learner what came out of the run."""
-        tally = merger.staleness
         self._route(merger.publish_all(seat.learner, self._now()))
-        seat.send(
-            {
-                "kind": "final",
-                "staleness": {str(learner): tally.summary(learner) for learner in tally.counts},
-                "discarded": {str(learner): count for learner, count in tally.discards.items()},
-            }
-        )
+        seat.send({"kind": "final", **merger.staleness.by_learner()})
 
     def _report(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         self.reports[seat.learner] = dict(header["summary"])
@@ -349,7 +343,3 @@ class MergingServer:
             elif isinstance(entry.message, Publication) and entry.value_X is not None:
                 fragment = self._fragments[entry.message.fragment]
                 seat.send_value({"kind": "publication", **asdict(entry.message)}, fragment, entry.value_X)
-
-
-def _acknowledgment(update: UpdateId) -> Header:
-    return {"kind": "ack", "fragment": update.fragment, "sequence": update.sequence}

@@ -46,6 +46,13 @@ class StalenessTally:
         """Median, 95th percentile and maximum of each kind; None where nothing was seen."""
         return {kind: _figures(counts) for kind, counts in self._of(learner).items()}
 
+    def by_learner(self) -> dict[str, Any]:
+        """The `summary` of every learner, and how many of its updates were discarded, by number as text (JSON)."""
+        return {
+            "staleness": {str(learner): self.summary(learner) for learner in self.counts},
+            "discarded": {str(learner): count for learner, count in self.discards.items()},
+        }
+
     def overall(self) -> dict[str, dict[str, float] | None]:
         """As `summary`, over all learners."""
         totals: dict[str, Counter[int]] = {kind: Counter() for kind in KINDS}
