@@ -13,6 +13,7 @@ from collections.abc import Sequence
 TOOLS = {
     "bench_delay": "what a delay of the dense reduction buys on a slow link",
     "bench_stragglers": "what a slow learner costs, in real launches",
+    "compare_policies": "held-out loss under policies between learners at equal tokens, in real launches",
     "evaluate": "held-out loss of a checkpoint in bits per byte",
     "local_ranks": "ranks to start on this machine for a recipe",
     "selective_precision": "the selective-precision experiment, as one table",
