@@ -6,22 +6,30 @@
 Each policy and seed is a launch of its own (moe_async.launch), for as many tokens as the recipe's steps of all learners
 make. A policy is written NAME[:key=value,...] as for simulate_sync. `alone` is one learner that has the ranks and the
 batch of all, and alone:delay=1 the same with its dense gradients applied a step late: what several learners do without
-is to be measured against them. Columns: held-out bits per byte (mean and standard deviation over the seeds, then each),
-tokens, version lag and data age as median/95 %/max of all learners of the first seed.
+is to be measured against them. --kill adds a run of each policy in which a learner or the syncer is killed (SIGKILL) at
+a step drawn from the seed, and started anew by the launch.
+
+Columns: held-out bits per byte (mean and standard deviation over the seeds, then each), tokens (of learners that lived
+to the end), version lag and data age as median/95 %/max of all learners of the first seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+import psutil
 
 from moe_async.errors import MoeAsyncError, SyncError
 from moe_async.launch import free_port
@@ -70,14 +78,14 @@ class Comparison:
         load_recipe(self.recipe, entries).check_world(self.ranks * (self.learners if name == ALONE else 1))
         return entries
 
-    def run(self, policy: str, seed: int) -> dict[str, Any]:
-        """The summary of one run.
+    def run(self, policy: str, seed: int, victim: str = "") -> dict[str, Any]:
+        """The summary of one run, in which ``victim``, a learner or the syncer, is killed once.
 
         Raises:
             MoeAsyncError: it failed.
         """
         with tempfile.TemporaryDirectory() as folder:
-            entries = [*self.entries(policy, seed), "name=run", f"log.dir={folder}"]
+            entries = [*self.entries(policy, seed), "name=run", f"log.dir={folder}", "log.every=1"]
             settings = [word for entry in entries for word in ("--set", entry)]
             if policy.partition(":")[0] == ALONE:
                 command = [
@@ -86,11 +94,31 @@ class Comparison:
                 ]  # fmt: skip
             else:
                 command = [sys.executable, "-m", "moe_async.launch", self.recipe, "--ranks", str(self.ranks)]
-            ended = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=LIMIT_SECONDS)
-            if ended.returncode:
-                raise MoeAsyncError(f"the run of {policy} failed:\n{ended.stdout}\n{ended.stderr}")
+            output = Path(folder) / "output.txt"
+            with output.open("w") as file:
+                process = subprocess.Popen([*command, *settings], stdout=file, stderr=subprocess.STDOUT)
+            if victim:
+                self._kill(process, output, victim, seed)
+            if process.wait(LIMIT_SECONDS):
+                raise MoeAsyncError(f"the run of {policy} failed:\n{output.read_text()}")
             found: dict[str, Any] = json.loads((Path(folder) / "run" / "summary.json").read_text())
         return found
+
+    def _kill(self, process: subprocess.Popen[bytes], output: Path, victim: str, seed: int) -> None:
+        """Wait for a step between a quarter and three quarters of the run, and kill what there is of the victim."""
+        chance = random.Random(seed)
+        steps = load_recipe(self.recipe, self.overrides).train.steps
+        learner = chance.randrange(self.learners)
+        line = f"learner {learner}] step {chance.randint(steps // 4, 3 * steps // 4)}/"
+        while line not in output.read_text():
+            if process.poll() is not None:
+                raise MoeAsyncError(f"the run ended before {line!r} was printed:\n{output.read_text()}")
+            time.sleep(0.05)
+        words = ["moe_async.syncer"] if victim == "syncer" else ["moe_async.train", f"--learner {learner}"]
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if all(word in " ".join(child.cmdline()) for word in words):
+                    child.kill()
 
 
 def default_policies(learners: int, steps: int) -> list[str]:
@@ -120,6 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="replace a recipe entry"
     )
+    parser.add_argument(
+        "--kill", action="append", default=[], choices=["learner", "syncer"], metavar="learner|syncer",
+        help="run each policy again with one of them killed; may be given twice",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
     if min(parsed.learners, parsed.ranks, parsed.seeds) < 1:
@@ -134,8 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             comparison.entries(policy, 0)
         for seed in range(parsed.seeds):
             for policy in policies:
-                print(f"{policy}, seed {seed} ...", file=sys.stderr, flush=True)
-                found.setdefault(policy, []).append(comparison.run(policy, seed))
+                for victim in ["", *parsed.kill] if policy.partition(":")[0] != ALONE else [""]:
+                    row = f"{policy}, {victim} killed" if victim else policy
+                    print(f"{row}, seed {seed} ...", file=sys.stderr, flush=True)
+                    found.setdefault(row, []).append(comparison.run(policy, seed, victim))
     except MoeAsyncError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -143,13 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(found, indent=1))
         return 0
     print(f"{parsed.learners} learners of {parsed.ranks} ranks, {steps} steps of a learner, {parsed.seeds} seeds\n")
-    print(f"{'policy':<32}{'bits per byte':>16}{'tokens':>12}{'lag':>12}{'age':>12}   each seed")
+    print(f"{'policy':<40}{'bits per byte':>16}{'tokens':>12}{'lag':>12}{'age':>12}   each seed")
     for policy, runs in found.items():
         bits = [run["heldout_bits_per_byte"] for run in runs]
         spread = f"{mean(bits):.3f} ± {stdev(bits):.3f}" if len(bits) > 1 else f"{bits[0]:.3f}"
         tokens = round(mean(run["tokens"] for run in runs))
         print(
-            f"{policy:<32}{spread:>16}{tokens:>12,}{staleness(runs[0], 'version_lag'):>12}"
+            f"{policy:<40}{spread:>16}{tokens:>12,}{staleness(runs[0], 'version_lag'):>12}"
             f"{staleness(runs[0], 'data_age'):>12}   {' '.join(f'{value:.3f}' for value in bits)}"
         )
     return 0
