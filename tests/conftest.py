@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+# Tensors are small here, and threads that wait for one another are slow on a busy machine.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

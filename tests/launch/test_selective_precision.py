@@ -24,7 +24,7 @@ def write_recipe(folder):
         "train": {"steps": 3, "global_batch": 2},
         "log": {"sample_tokens": 0},
     }
-    (folder / "text.txt").write_text("".join(f"line {i}: {i * i % 977} {chr(97 + i % 26) * 9}\n" for i in range(4000)))
+    (folder / "text.txt").write_text("".join(f"line {i}: {i * i % 977} {chr(97 + i % 26) * 9}\n" for i in range(1200)))
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path
