@@ -11,23 +11,26 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_async.ops.outer import Outer, outer_step
+from moe_async.ops.outer import outer_step
+from moe_async.sync.segments import Segment
 
 
 class SharedValue:
-    """The shared value of one fragment, with the state of its outer optimizer.
+    """The shared value of one fragment, with the state of its outer optimizers.
 
     Args:
         value_X: version 0; taken over, not copied.
         unit_sizes: elements of each unit, in order.
-        outers: the outer optimizer of each policy, in turn; the state goes over from one to the next as it is.
+        phases: the segments of each policy, in turn, all cut at the same places; their states go over from one to the
+            next as they are.
     """
 
-    def __init__(self, value_X: Tensor, unit_sizes: Sequence[int], outers: Sequence[Outer]) -> None:
+    def __init__(self, value_X: Tensor, unit_sizes: Sequence[int], phases: Sequence[Sequence[Segment]]) -> None:
         self.value_X = value_X
         self.unit_sizes = list(unit_sizes)
-        self.outers = tuple(outers)
-        self.outer_state: dict[str, Tensor] = {}
+        self.phases = tuple(tuple(segments) for segments in phases)
+        self.segment_sizes = [segment.elements for segment in self.phases[0]]
+        self.outer_states: list[dict[str, Tensor]] = [{} for _ in self.segment_sizes]
 
     @torch.no_grad()
     def merge(
@@ -36,10 +39,12 @@ class SharedValue:
         weights: Sequence[Sequence[float]],
         lr_factor: float = 1.0,
         phase: int = 0,
+        portion: float = 1.0,
     ) -> None:
         """Add up contributions [X], each unit with its factor, and move the value by the sum as ``phase`` says.
 
-        A unit without any factor has no contribution in its direction; momentum still moves it.
+        A unit without any factor has no contribution in its direction; momentum and weight decay still move it.
+        ``portion`` is that of `moe_async.ops.outer.outer_step`.
         """
         direction_X = torch.zeros_like(self.value_X)
         for contribution_X, factors in zip(contributions, weights, strict=True):
@@ -48,18 +53,32 @@ class SharedValue:
             ):
                 if factor:
                     sum_.add_(part, alpha=factor)
-        outer_step(self.outers[phase], self.value_X, direction_X, self.outer_state, lr_factor)
+        for segment, value, direction, state in zip(
+            self.phases[phase],
+            self.value_X.split(self.segment_sizes),
+            direction_X.split(self.segment_sizes),
+            self.outer_states,
+            strict=True,
+        ):
+            outer_step(segment.outer, value, direction, state, lr_factor, portion)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a later merge depends on, by name."""
-        return {"value": self.value_X, **{f"outer/{name}": tensor for name, tensor in self.outer_state.items()}}
+        states = {
+            f"outer/{place}/{name}": tensor
+            for place, state in enumerate(self.outer_states)
+            for name, tensor in state.items()
+        }
+        return {"value": self.value_X, **states}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave."""
         self.value_X = tensors["value"].clone()
-        self.outer_state = {
-            name.removeprefix("outer/"): tensor.clone() for name, tensor in tensors.items() if name != "value"
-        }
+        self.outer_states = [{} for _ in self.segment_sizes]
+        for full_name, tensor in tensors.items():
+            if full_name != "value":
+                _, place, name = full_name.split("/")
+                self.outer_states[int(place)][name] = tensor.clone()
 
 
 class LocalView:

@@ -31,7 +31,7 @@ def combine_weights(
     rows = [[0.0] * units for _ in updates]
     for unit in range(units):
         claims = [_claim(combine, update.tokens[unit]) for update in updates]
-        discounts = [1 / (1 + combine.discount * max(version - update.base_version, 0)) for update in updates]
+        discounts = [_discount(combine, update, version) for update in updates]
         if combine.over == "arrived":
             shares = [_share(combine, update.tokens[unit]) for update in updates]
             total = sum(share * discount for share, discount in zip(shares, discounts, strict=True))
@@ -42,6 +42,20 @@ def combine_weights(
         for row, claim, discount in zip(rows, claims, discounts, strict=True):
             row[unit] = claim * discount / total if total else 0.0
     return tuple(tuple(row) for row in rows)
+
+
+def portion(combine: Combine, updates: Sequence[UpdateHeader], version: int, members: int) -> float:
+    """How much of the mean over all members a merge holds, by number of updates; arguments as in `combine_weights`.
+
+    It is 1 where factors are over those that arrived, whoever they are.
+    """
+    if combine.over == "arrived":
+        return 1.0
+    return sum(_discount(combine, update, version) for update in updates) / max(members, len(updates))
+
+
+def _discount(combine: Combine, update: UpdateHeader, version: int) -> float:
+    return 1 / (1 + combine.discount * max(version - update.base_version, 0))
 
 
 def _claim(combine: Combine, tokens: int) -> float:

@@ -120,6 +120,7 @@ def read_merge(entry: Entry) -> Merge:
         staleness=tuple((gap, lag, drift) for gap, lag, drift in entry["staleness"]),
         progress=entry["progress"],
         phase=entry["phase"],
+        portion=entry["portion"],
     )
 
 

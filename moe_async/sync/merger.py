@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_async.sync.arithmetic import SharedValue
 from moe_async.sync.event_log import EventLog
 from moe_async.sync.messages import Decision, Discard, Merge, Publication, UpdateHeader, UpdateId, Welcome
+from moe_async.sync.segments import segments
 from moe_async.sync.staleness import StalenessTally
 from moe_async.sync.syncer import Syncer, SyncGroup
 
@@ -156,7 +157,7 @@ def shared_values(groups: Sequence[SyncGroup], initial: Mapping[int, Tensor]) ->
         fragment.number: SharedValue(
             initial[fragment.number].detach().clone(),
             fragment.unit_sizes,
-            [phase.outer for phase in group.plan.phases],
+            [segments(fragment, phase.outer, group.rules) for phase in group.plan.phases],
         )
         for group in groups
         for fragment in group.fragments
@@ -168,4 +169,6 @@ def merge(
 ) -> None:
     """Carry out a merge and forget the payloads that went into it."""
     contributions = [payloads.pop(update) for update in decision.updates]
-    values[decision.fragment].merge(contributions, decision.weights, schedule(decision.progress), decision.phase)
+    values[decision.fragment].merge(
+        contributions, decision.weights, schedule(decision.progress), decision.phase, decision.portion
+    )

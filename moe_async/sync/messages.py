@@ -86,6 +86,8 @@ class Merge:
             the one that the learner had taken last) and drift (local steps since its last update).
         progress: see `Publication`, when it was made.
         phase: policy under which it was made.
+        portion: how much of the mean over all members it holds: 1, or where the factors are over all members the part
+            of those whose updates are in it; see `moe_async.ops.outer.outer_step`.
     """
 
     fragment: int
@@ -95,6 +97,7 @@ class Merge:
     staleness: tuple[tuple[int, int, int], ...]
     progress: float
     phase: int = 0
+    portion: float = 1.0
 
 
 @dataclass(frozen=True)

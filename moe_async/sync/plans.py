@@ -22,6 +22,7 @@ def plan_groups(
     learners: int,
     steps: int,
     optimizer: Outer | None = None,
+    rules: Mapping[str, Outer] | None = None,
 ) -> list[SyncGroup]:
     """The groups of a run; the same at the syncer and at every learner.
 
@@ -31,6 +32,7 @@ def plan_groups(
         learners: expected number of learners.
         steps: of the run, for switches after a share of it.
         optimizer: at the syncer, for policies under which learners send gradients.
+        rules: the same of single keys, by name.
 
     Raises:
         SyncError: more fragments than tensors.
@@ -50,7 +52,7 @@ def plan_groups(
         members = [key for name in names for key in keys[name]]
         fragments = cut(members, plan.phases[0].fragments, number)
         number += len(fragments)
-        groups.append(SyncGroup("+".join(names), plan, fragments))
+        groups.append(SyncGroup("+".join(names), plan, fragments, rules or {}))
     return groups
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from moe_async.ops.outer import Outer
 from moe_async.sync.fragments import Fragment
 from moe_async.sync.learner_policy import LearnerPolicy, Position
 from moe_async.sync.messages import Decision, Publication, UpdateHeader, UpdateId, Welcome
@@ -21,11 +22,13 @@ class SyncGroup:
         name: the parameter classes in it, such as ``dense+router``.
         plan: their policy.
         fragments: their fragments.
+        rules: the outer optimizer of single keys, by name, where it is not the policy's; see `moe_async.sync.segments`.
     """
 
     name: str
     plan: PolicyPlan
     fragments: tuple[Fragment, ...]
+    rules: Mapping[str, Outer] = field(default_factory=dict)
 
 
 class Syncer:

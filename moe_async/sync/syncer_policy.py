@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from moe_async.sync.combine import combine_weights
+from moe_async.sync.combine import combine_weights, portion
 from moe_async.sync.gates import Arrival, Member, Opening, opening
 from moe_async.sync.messages import Decision, Discard, Farewell, Merge, Publication, Switch, UpdateHeader, UpdateId
 from moe_async.sync.settings import PolicyPlan, PolicySettings
@@ -209,6 +209,7 @@ class SyncerPolicy:
             ),
             self.progress,
             self.phase,
+            portion(self.settings.combine, headers, version, members),
         )
         receivers = {learner for learner, waiting in self._deferred if waiting == fragment}
         self._deferred = {entry for entry in self._deferred if entry[1] != fragment}

@@ -1,4 +1,4 @@
-"""Outer optimizers: numbers worked out by hand from the papers' formulas."""
+"""Outer optimizers: numbers worked out by hand from the papers' formulas, and those of torch."""
 
 from __future__ import annotations
 
@@ -97,3 +97,59 @@ def test_state_has_the_type_of_the_value():
         outer_step(Outer(kind, 1.0, 0.5), value, torch.ones_like(value), state, 1.0)
         assert all(state[name].dtype == value.dtype for name in state if name != "count")
         assert not value.isnan().any() and bool((value < 0).all())
+
+
+# Against torch's own optimizers
+
+
+def torch_optimizer(outer, value):
+    if outer.kind == "sgd":
+        return torch.optim.SGD([value], lr=outer.lr, momentum=outer.momentum, weight_decay=outer.weight_decay)
+    decay = outer.weight_decay
+    return torch.optim.AdamW([value], lr=outer.lr, betas=outer.betas, eps=outer.eps, weight_decay=decay)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    "outer",
+    [
+        Outer("sgd", 0.1, weight_decay=0.3),
+        Outer("sgd", 0.1, 0.9, weight_decay=0.3),
+        Outer("adamw", 0.05),
+        Outer("adamw", 0.05, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-3),
+    ],
+)
+def test_the_numbers_are_those_of_torch(outer, saved):
+    """With a rate that changes; once the state is copied in the middle, as a snapshot does it."""
+    draw = torch.Generator().manual_seed(3)
+    value = torch.randn(7, generator=draw, dtype=torch.float64)
+    reference = value.clone()
+    optimizer, state = torch_optimizer(outer, reference), {}
+    for step in range(12):
+        factor = 1 - step / 20
+        direction = torch.randn(7, generator=draw, dtype=torch.float64) * 10.0 ** (step % 4 - 2)
+        reference.grad = direction.clone()
+        optimizer.param_groups[0]["lr"] = outer.lr * factor
+        optimizer.step()
+        outer_step(outer, value, direction, state, factor)
+        torch.testing.assert_close(value, reference, rtol=0, atol=1e-12)
+        if saved:
+            state = {name: tensor.clone() for name, tensor in state.items()}
+    assert all(tensor.numel() in (1, 7) for tensor in state.values())
+
+
+def test_the_decay_of_sgd_is_a_part_of_the_gradient():
+    # Two of four contributors: half of 0.5 * value is added to the direction.
+    value = torch.tensor([8.0, -4.0])
+    outer_step(Outer("sgd", 0.5, weight_decay=0.5), value, torch.tensor([2.0, 2.0]), {}, 1.0, portion=0.5)
+    assert value.tolist() == [8 - 0.5 * (2 + 2), -4 - 0.5 * (2 - 1)]
+
+
+def test_the_decay_of_adamw_belongs_to_the_step():
+    values = []
+    for portion in (1.0, 0.25):
+        value = torch.tensor([8.0, -4.0], dtype=torch.float64)
+        outer = Outer("adamw", 0.5, weight_decay=0.5, eps=1e-300)
+        outer_step(outer, value, torch.tensor([2.0, 2.0], dtype=torch.float64) * portion, {}, 1.0, portion)
+        values.append(value.tolist())
+    assert values[0] == pytest.approx(values[1], abs=1e-12) and values[0] == pytest.approx([8 * 0.75 - 0.5, -3 - 0.5])

@@ -691,14 +691,14 @@ def test_no_gradient_is_lost_at_a_change_of_policy(case, step):
         velocity = velocity * 0.6 + direction
         value = value.sub(velocity, alpha=rates[entry["phase"]])
         assert torch.equal(trace.shared[0, entry["version"]], value)
-    assert torch.equal(run.merger.values[0].outer_state["velocity"], velocity)
+    assert torch.equal(run.merger.values[0].outer_states[0]["velocity"], velocity)
 
 
 def test_an_optimizer_without_momentum_leaves_the_momentum_alone():
     nesterov, none = presets.diloco(2), presets.local_sgd(2)
     there = virtual(problem(2, 12), presets.switch(nesterov, none, SwitchWhen(step=6)))[0].merger.values[0]
     stopped = virtual(problem(2, 6), nesterov)[0].merger.values[0]
-    assert torch.equal(there.outer_state["velocity"], stopped.outer_state["velocity"])
+    assert torch.equal(there.outer_states[0]["velocity"], stopped.outer_states[0]["velocity"])
 
 
 def test_a_plateau_changes_the_policy_once():
