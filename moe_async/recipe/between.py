@@ -73,6 +73,11 @@ class BetweenSection(Section):
         found = {"dense": self.dense, "router": self.router, "expert": self.expert}
         return {name: policy for name, policy in found.items() if policy is not None}  # type: ignore[misc]
 
+    @property
+    def sends_gradients(self) -> bool:
+        """Tells whether learners send gradients, so that the optimizer is the syncer's; otherwise they send deltas."""
+        return contribution(self.policies()["dense"]) == "grad"
+
 
 def _unknown_to(dense: Policy, same: SamePolicy, name: str) -> list[str]:
     """Values given beside ``same`` that the policy of dense has no key for."""
@@ -86,7 +91,9 @@ def _unknown_to(dense: Policy, same: SamePolicy, name: str) -> list[str]:
     ]
 
 
-def between_problems(between: BetweenSection, learners: int, has_experts: bool, zero: int) -> list[str]:
+def between_problems(
+    between: BetweenSection, learners: int, has_experts: bool, zero: int, delay: int | None
+) -> list[str]:
     """What keeps learners from training together like that, with repairs.
 
     Args:
@@ -94,6 +101,7 @@ def between_problems(between: BetweenSection, learners: int, has_experts: bool, 
         learners: expected number of learners.
         has_experts: whether the model has routers and experts.
         zero: the ZeRO stage.
+        delay: steps by which dense gradients are late inside a learner; None: they are not delayed.
     """
     problems = []
     if learners < 2:
@@ -118,7 +126,15 @@ def between_problems(between: BetweenSection, learners: int, has_experts: bool, 
             " are merged apart; learners could wait for one another on different ones for ever. Use ahead: 1 or more,"
             " or the same policy for them."
         )
-    if zero and contribution(policies["dense"]) == "grad":
+    if not between.sends_gradients:
+        return problems
+    if delay is not None:
+        problems.append(
+            f"sync.inside is {{delay: {delay}}} but sync.between.dense.policy is {policies['dense'].policy}, where"
+            " learners send the gradients of each step and apply none, so there is nothing to delay. Use inside:"
+            " blocking, or a policy that sends deltas."
+        )
+    if zero:
         problems.append(
             f"parallel.zero is {zero} but sync.between.dense.policy is {policies['dense'].policy}, where learners send"
             " gradients and the optimizer is the syncer's; ZeRO 1 and 2 cut gradients into pieces. Use zero: 0."

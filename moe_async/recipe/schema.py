@@ -102,7 +102,8 @@ class Recipe(Section):
                 " inside: blocking."
             )
         if value.between is not None and "moe" in info.data:
-            problems += between_problems(value.between, value.learners, info.data["moe"] is not None, zero)
+            has_experts = info.data["moe"] is not None
+            problems += between_problems(value.between, value.learners, has_experts, zero, value.delay)
         elif value.learners > 1 and value.between is None:
             problems.append(
                 f"sync.learners is {value.learners} but sync.between is null, so they would share nothing. Add a policy"
@@ -114,11 +115,22 @@ class Recipe(Section):
     @field_validator("optim")
     @classmethod
     def _muon_needs_whole_matrices(cls, value: OptimSection, info: ValidationInfo) -> OptimSection:
-        if value.kind == "muon" and "parallel" in info.data and info.data["parallel"].zero:
-            raise statement(
+        if value.kind != "muon":
+            return value
+        problems = []
+        if "parallel" in info.data and info.data["parallel"].zero:
+            problems.append(
                 f"optim.kind is muon but parallel.zero is {info.data['parallel'].zero}; Muon needs whole matrices,"
                 " which ZeRO 1 and 2 cut into pieces. Use zero: 0, or kind: adamw."
             )
+        between = info.data["sync"].between if "sync" in info.data else None
+        if between is not None and between.sends_gradients:
+            problems.append(
+                f"optim.kind is muon but sync.between.dense.policy is {between.dense.policy}, where the optimizer is"
+                " the syncer's, which moves flat vectors and knows no matrices. Use kind: adamw or sgd, or a policy"
+                " that sends deltas."
+            )
+        refuse_all(problems, value)
         return value
 
     @field_validator("train")

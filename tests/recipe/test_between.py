@@ -78,6 +78,23 @@ def test_what_is_refused(match, between):
     refused(match, between)
 
 
+def test_what_learners_that_send_gradients_cannot_do():
+    whole = {"dense": {"policy": "bsp"}, "expert": SAME, "router": SAME}
+    refused(
+        r"sync.inside is {delay: 1} but sync.between.dense.policy is bsp, .* Use inside: blocking, or a policy that",
+        whole, "parallel.zero=0", "sync.inside={delay: 1}",
+    )  # fmt: skip
+    refused(
+        r"optim.kind is muon but sync.between.dense.policy is bsp, .* Use kind: adamw or sgd, or a policy",
+        whole, "parallel.zero=0", "optim.kind=muon",
+    )  # fmt: skip
+    for kind in ("adamw", "sgd"):
+        assert load(whole, "parallel.zero=0", f"optim.kind={kind}").sync.between.sends_gradients
+    deltas = {"dense": DECOUPLED, "expert": SAME, "router": SAME}
+    for change in ("sync.inside={delay: 1}", "optim.kind=muon"):
+        assert not load(deltas, "parallel.zero=0", change).sync.between.sends_gradients
+
+
 def test_learners_and_policies_belong_together():
     whole = {"dense": DECOUPLED, "expert": SAME, "router": SAME}
     refused("sync.between is set but sync.learners is 1; its policies need several learners", whole, learners=1)
