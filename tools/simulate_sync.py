@@ -47,7 +47,8 @@ Value = TypeVar("Value")
 
 
 def default_policies(recipe: Recipe, learners: int, sgd: bool) -> list[str]:
-    """What is compared when nothing is said; those of gradients only where the optimizer is SGD."""
+    """What is compared when nothing is said; those of gradients only where the optimizer is SGD: a rate of AdamW for
+    one learner is none for gradients that come one by one."""
     every = max(recipe.train.steps // 20, 1)
     given = ["recipe"] if recipe.sync.between is not None else []
     gradients = ["bsp", f"m_sync:count={max(learners - 1, 1)}", "ssp:bound=3", "asp"] if sgd else []
@@ -285,9 +286,12 @@ def _parser() -> argparse.ArgumentParser:
         help="from a failure until the learner is back (default 60s)")  # fmt: skip
     add("--noticed", type=_quantity(parse_seconds), default=1.0, metavar="1s",
         help="from a failure until the syncer counts the learner out (default 1s)")  # fmt: skip
-    add("--sgd-lr", type=float, metavar="LR",
-        help="under bsp, m_sync, ssp and asp the optimizer is SGD at the syncer: its rate, where the recipe has another"
-        " optimizer or another rate")  # fmt: skip
+    add(
+        "--sgd-lr",
+        type=float,
+        metavar="LR",
+        help="under bsp, m_sync, ssp and asp the optimizer at the syncer is SGD with this rate instead of the recipe's",
+    )
     add("--sgd-momentum", type=float, default=0.9, metavar="M", help="beside --sgd-lr (default 0.9)")
     add("--seed", type=int, default=0, help="added to the recipe's seeds; that of times and failures (default 0)")
     add("--seeds", type=int, default=1, help="runs of each policy, with seeds counting up (default 1)")

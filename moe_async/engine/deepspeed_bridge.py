@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from moe_async.comm import World
 from moe_async.engine.delay import DelayedGradients
 from moe_async.engine.gradients import ParameterSplit, StepOutcome, keep_finite, prepare_step
+from moe_async.engine.kept_step import KeptStep
 from moe_async.engine.muon import hidden_matrices
-from moe_async.engine.optimizer import make_optimizer, parameter_groups, prime_state
+from moe_async.engine.optimizer import make_optimizer, parameter_groups, prime_state, stateless
 from moe_async.errors import EngineError
 from moe_async.moe.classes import classify
 
@@ -98,6 +99,10 @@ class DeepSpeedBridge:
         config: the derived DeepSpeed JSON.
         world: this rank's view of the launch.
         delay: steps by which gradients of dense layers and routers are late (ZeRO 0); None: a blocking reduction.
+        sends_gradients: a step applies nothing, for the optimizer is at the syncer (ZeRO 0).
+
+    Attributes:
+        kept: what a step contributes then; None where it is applied.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class DeepSpeedBridge:
         config: dict[str, Any],
         world: World,
         delay: int | None = None,
+        sends_gradients: bool = False,
     ) -> None:
         self.world = world
         self.clip = optim.clip
@@ -133,6 +139,10 @@ class DeepSpeedBridge:
                 )
             reduce = world.background.start_all_reduce_many
             self.delayed = DelayedGradients(replicated, delay, world.size, reduce)
+        self.kept: KeptStep | None = None
+        if sends_gradients:
+            self.kept = KeptStep(model)
+            optim = stateless(optim)
         group_name = expert_group_name(world.topology.expert_parallel)
         muon = hidden_matrices(model, self.classes) if optim.kind == "muon" else {}
         groups = parameter_groups(named, self.classes, optim, group_name, muon)
@@ -189,6 +199,9 @@ class DeepSpeedBridge:
             return None
         if self.stage == 0:
             outcome = prepare_step(self.split, self.world, self.clip, self.delayed)
+            if self.kept is not None:
+                # DeepSpeed then counts a step in which no parameter has a gradient.
+                self.kept.hold()
             self._engine.step()
             return outcome
         self._engine.step()

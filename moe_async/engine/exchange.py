@@ -158,6 +158,7 @@ class Exchange:
             for prefix, counts in zip(self._experts, report.counts_LE.tolist(), strict=True)
             for expert, count in enumerate(counts)
         }
+        self.model.hold()
         self.participant.sync.step_done(report.label_tokens, tokens, report.lm_loss)
         self.figures.steps += 1
         self.figures.tokens += report.label_tokens

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a learner's exchange: its policies, its views, and updates that were not acknowledged."""
+"""What a checkpoint keeps of a learner's exchange: its policies, its views, and what was not sent or acknowledged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_async.sync.figures import LearnerFigures
 from moe_async.sync.participant import Participant
 from moe_async.sync.syncer import LearnerSync
 
-_PARTICIPANT = "participant/"
+_PARTICIPANT, _CONTRIBUTION = "participant/", "contribution/"
 
 
 def exchange_state(exchange: Exchange) -> dict[str, Any]:
@@ -34,10 +34,12 @@ def exchange_state(exchange: Exchange) -> dict[str, Any]:
 
 
 def exchange_tensors(exchange: Exchange) -> dict[str, Tensor]:
-    """This rank's views of the fragments, and its updates that are not acknowledged."""
+    """This rank's views of the fragments, its updates that are not acknowledged, and a gradient that was not sent."""
     if not exchange.joined:
         return {}
     found = {f"{_PARTICIPANT}{name}": tensor for name, tensor in exchange.participant.tensors().items()}
+    if exchange.to_send:
+        found |= {f"{_CONTRIBUTION}{name}": tensor for name, tensor in exchange.model.contribution().items()}
     updates = exchange.link.outbox()
     headers = json.dumps([header for header, _ in updates]).encode()
     found["outbox"] = torch.frombuffer(bytearray(headers), dtype=torch.uint8)
@@ -51,6 +53,8 @@ def restore_exchange(exchange: Exchange, state: Mapping[str, Any], tensors: Mapp
     sync.load_state_dict(state["sync"])
     own = {name.removeprefix(_PARTICIPANT): tensors[name] for name in tensors if name.startswith(_PARTICIPANT)}
     participant.load_tensors(own)
+    unsent = {name.removeprefix(_CONTRIBUTION): tensors[name] for name in tensors if name.startswith(_CONTRIBUTION)}
+    exchange.model.load_contribution(unsent)
     headers = json.loads(tensors["outbox"].numpy().tobytes())
     exchange.link.load_outbox([(header, tensors[f"update/{place}"]) for place, header in enumerate(headers)])
     exchange.figures = LearnerFigures(**state["figures"])

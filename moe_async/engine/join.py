@@ -13,11 +13,11 @@ from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.door import make_hello
 from moe_async.engine.exchange import Exchange
 from moe_async.engine.learner_model import RankModel
-from moe_async.engine.run_description import sync_groups
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.seat import Seat, take_seat
 from moe_async.engine.step import Engine
 from moe_async.engine.stop import StopFlag
+from moe_async.engine.sync_plan import sync_groups
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import CheckpointError, RecipeError
 from moe_async.model.keys import expert_modules

@@ -1,4 +1,4 @@
-"""A rank's part of what its learner exchanges: reading it from the model, and writing what was taken back.
+"""A rank's part of what its learner exchanges: values and gradients of its model, and writing back what was taken.
 
 Shape letters: X elements of a fragment, Y those of them that this rank exchanges.
 """
@@ -38,6 +38,7 @@ class RankModel:
         }
         self._ids = expert_ids(bridge.module)
         self._dtype = torch.promote_types(next(bridge.module.parameters()).dtype, torch.float32)
+        self._contribution: dict[int, Tensor] = {}
 
     def part_sizes(self) -> dict[int, list[int]]:
         """Elements of each unit of each fragment that this rank exchanges."""
@@ -47,14 +48,35 @@ class RankModel:
         """Steps are the training loop's."""
         raise SyncError("a learner's steps are made by its training loop; the exchange only hears of them.")
 
+    def hold(self) -> None:
+        """Where gradients are sent: hold what the step that was just made contributes, until the next one is made.
+
+        It is sent after values may have been taken, so it is copied to the host at once. Every rank calls it after each
+        step; does not block.
+        """
+        if self._bridge.kept is not None:
+            tensors = self._bridge.kept.release()
+            self._contribution = {number: self._part(number, tensors) for number in self._fragments}
+
     def gradient(self, fragment: int) -> Tensor:
-        """Gradients do not travel yet."""
-        raise SyncError("learners of a launch send deltas; policies of gradients run under the virtual clock.")
+        """What the last step contributes [Y], see `moe_async.engine.kept_step`; on the host."""
+        return self._contribution[fragment]
+
+    def contribution(self) -> dict[str, Tensor]:
+        """What is held, by fragment number; for a learner that is saved before it was sent."""
+        return {str(number): part_Y for number, part_Y in self._contribution.items()}
+
+    def load_contribution(self, parts: Mapping[str, Tensor]) -> None:
+        """Put back what `contribution` gave."""
+        self._contribution = {int(number): part_Y.clone() for number, part_Y in parts.items()}
 
     @torch.no_grad()
     def read(self, fragment: int) -> Tensor:
         """The local value [Y], a copy on the host."""
-        tensors = exchanged_tensors(self._bridge.module)
+        return self._part(fragment, exchanged_tensors(self._bridge.module))
+
+    def _part(self, fragment: int, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This rank's part of a fragment's tensors, given by key [Y], a copy on the host."""
         return torch.cat(
             [
                 self._unit(unit, tensors)[part.start - start : part.stop - start]

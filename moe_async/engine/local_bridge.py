@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moe_async.comm import World
 from moe_async.engine.gradients import ParameterSplit, StepOutcome, prepare_step
+from moe_async.engine.kept_step import KeptStep
 from moe_async.engine.muon import hidden_matrices
-from moe_async.engine.optimizer import make_optimizer, parameter_groups
+from moe_async.engine.optimizer import make_optimizer, parameter_groups, stateless
 from moe_async.moe.classes import classify
 from moe_async.topology import Topology
 
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class LocalBridge:
-    """A model under its optimizer, or, with ``sends_gradients``, one that only computes gradients.
-
-    Gradients that are sent are clipped, and have the weight decay added and the factor of their class on the learning
-    rate multiplied in, as SGD would do it; so the syncer may apply them with one rate for all.
+    """A model under its optimizer, or, with ``sends_gradients``, one that only computes gradients and clips them.
 
     Args:
         model: all of it, on the CPU.
         recipe: its ``optim`` and ``train.accumulation`` are used.
         sends_gradients: whether a step leaves the weights as they are.
+
+    Attributes:
+        kept: what a step contributes then; None where it is applied.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, sends_gradients: bool = False) -> None:
@@ -42,10 +43,11 @@ class LocalBridge:
             replicated=[p for name, p in named.items() if classes[name] != "expert"],
             sharded=[p for name, p in named.items() if classes[name] == "expert"],
         )
-        optim = recipe.optim
+        self.kept = KeptStep(model) if sends_gradients else None
+        optim = stateless(recipe.optim) if sends_gradients else recipe.optim
         muon = hidden_matrices(model, classes) if optim.kind == "muon" else {}
         self._optimizer = make_optimizer(optim, parameter_groups(named, classes, optim, "experts", muon))
-        self._clip, self._sends, self._done = optim.clip, sends_gradients, 0
+        self._clip, self._done = optim.clip, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -67,13 +69,9 @@ class LocalBridge:
         if self._done:
             return None
         outcome = prepare_step(self._split, self.world, self._clip, None)
-        if not self._sends:
-            self._optimizer.step()
-            return outcome
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.add_(parameter.detach(), alpha=group["weight_decay"]).mul_(group["lr_scale"])
+        if self.kept is not None:
+            self.kept.hold()
+        self._optimizer.step()
         return outcome
 
     def spoil(self, objective: Tensor) -> Tensor:

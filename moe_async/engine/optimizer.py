@@ -24,8 +24,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Optimizer groups by class, matrices apart from vectors and from what Muon moves; none of them empty.
 
-    Vectors (norms and biases) do not decay: a pull to zero of a gain is no regulariser. Each group has its class's
-    factor on the learning rate as ``lr_scale``.
+    Each group has its class's factor on the learning rate as ``lr_scale``.
 
     Args:
         named: trainable parameters by name.
@@ -34,22 +33,19 @@ def parameter_groups(
         expert_name: by which DeepSpeed knows the groups of experts.
         muon: what Muon moves, and how it is cut (`moe_async.engine.muon.hidden_matrices`); empty for other optimizers.
     """
-    settings = {"dense": optim.dense, "router": optim.router, "expert": optim.expert}
     chosen: dict[tuple[ParameterClass, str], list[str]] = {}
     for name, parameter in named.items():
         kind = classes[name]
-        vector = parameter.ndim <= (2 if kind == "expert" else 1)
-        form = "muon" if name in muon else "vectors" if vector else "matrices"
+        form = "muon" if name in muon else "vectors" if _is_vector(parameter, kind) else "matrices"
         chosen.setdefault((kind, form), []).append(name)
     groups: list[dict[str, Any]] = []
     for (kind, form), names in sorted(chosen.items()):
-        own = settings[kind]
-        decay = optim.weight_decay if own.weight_decay is None else own.weight_decay
+        lr_scale, weight_decay = treatment(optim, kind, named[names[0]])
         group: dict[str, Any] = {
             "params": [named[name] for name in names],
             "name": f"{kind} {form}",
-            "weight_decay": 0.0 if form == "vectors" else decay,
-            "lr_scale": own.lr_scale,
+            "weight_decay": weight_decay,
+            "lr_scale": lr_scale,
         }
         if form == "muon":
             group["blocks"] = [muon[name] for name in names]
@@ -59,6 +55,21 @@ def parameter_groups(
     return groups
 
 
+def treatment(optim: OptimSection, kind: ParameterClass, parameter: nn.Parameter) -> tuple[float, float]:
+    """The factor on the learning rate of a parameter, and its weight decay.
+
+    Vectors (norms and biases) do not decay: a pull to zero of a gain is no regulariser.
+    """
+    own = {"dense": optim.dense, "router": optim.router, "expert": optim.expert}[kind]
+    decay = optim.weight_decay if own.weight_decay is None else own.weight_decay
+    return own.lr_scale, 0.0 if _is_vector(parameter, kind) else decay
+
+
+def _is_vector(parameter: nn.Parameter, kind: ParameterClass) -> bool:
+    # Experts are stacked along the first dimension.
+    return parameter.ndim <= (2 if kind == "expert" else 1)
+
+
 def make_optimizer(optim: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The recipe's optimizer over ready groups. AdamW and Muon decay weights apart from the gradient, SGD within it."""
     if optim.kind == "sgd":
@@ -66,6 +77,11 @@ def make_optimizer(optim: OptimSection, groups: list[dict[str, Any]]) -> torch.o
     if optim.kind == "muon":
         return Muon(groups, optim.lr, optim.momentum, optim.betas, optim.eps)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+
+
+def stateless(optim: OptimSection) -> OptimSection:
+    """An optimizer without any state, for a learner whose optimizer is at the syncer: it never gets a gradient."""
+    return optim.model_copy(update={"kind": "sgd", "momentum": 0.0})
 
 
 def prime_state(optimizer: torch.optim.Optimizer, optim: OptimSection) -> tuple[str, ...]:

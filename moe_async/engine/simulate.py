@@ -15,26 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_async.comm import World
-from moe_async.engine.schedule import learning_rate
 from moe_async.engine.simulated import SharedModel, SimulatedLearner, StubLearner, stub_groups
-from moe_async.errors import RecipeError, SyncError
+from moe_async.engine.sync_plan import outer_schedule, sync_groups
+from moe_async.errors import SyncError
 from moe_async.model.build import make_transformer
-from moe_async.model.keys import exchange_keys
-from moe_async.moe.router import Router
-from moe_async.ops.outer import Outer
-from moe_async.recipe.policies import contribution
 from moe_async.sync.event_log import EventLog
-from moe_async.sync.merger import Schedule, constant
 from moe_async.sync.participant import LearnerModel, Participant
-from moe_async.sync.plans import plan_groups
 from moe_async.sync.syncer import SyncGroup
 from moe_async.sync.timing import Links, StepTimes, random_failures
 from moe_async.sync.virtual_clock import VirtualRun
 from moe_async.topology import Topology
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from moe_async.data import Corpus
     from moe_async.recipe import Recipe
 
@@ -117,7 +109,7 @@ class Simulation:
         progress: called with the share of the run that is done.
 
     Raises:
-        RecipeError: the policy does not fit the optimizer or the model.
+        SyncError: the recipe says nothing of several learners.
     """
 
     def __init__(
@@ -132,16 +124,12 @@ class Simulation:
             raise SyncError("sync.between is null, so learners share nothing. Add a policy for each class to it.")
         self.recipe, self.machine = recipe, machine
         self.learners, self.steps = recipe.sync.learners, recipe.train.steps
-        self.sends_gradients = contribution(recipe.sync.between.policies()["dense"]) == "grad"
+        self.sends_gradients = recipe.sync.between.sends_gradients
         self._corpus, self._points, self._progress = corpus, points if corpus else 0, progress
         with torch.device("meta"):
             world = World(Topology(num_experts=recipe.moe.num_experts if recipe.moe else 1))
             model = make_transformer(recipe, world)
-        if self.sends_gradients:
-            _check_gradients(recipe, any(_is_biased(layer) for layer in model.modules()))
-        optimizer = Outer("sgd", recipe.optim.lr, recipe.optim.momentum) if self.sends_gradients else None
-        keys = exchange_keys(model, recipe.moe.num_experts if recipe.moe else 0)
-        groups = plan_groups(recipe.sync.between, keys, self.learners, self.steps, optimizer)
+        groups = sync_groups(recipe, model)
         self._groups: list[SyncGroup] = groups
         self._unit_bytes: dict[int, list[int]] | None = None
         if corpus is None:
@@ -192,7 +180,7 @@ class Simulation:
             links=machine.links,
             failures=failures,
             log=EventLog(keep=False),
-            schedule=self._schedule(),
+            schedule=outer_schedule(self.recipe),
             until_progress=steps,
             observe=self._watcher() if watched else None,
             flush=True,
@@ -206,14 +194,6 @@ class Simulation:
         return SimulatedLearner(
             self.recipe, self._corpus, self._fragments, learner, self.learners, self.sends_gradients, clock
         )
-
-    def _schedule(self) -> Schedule:
-        """The factor on the outer rate; that of a step at the syncer is the recipe's for its place in the run."""
-        if not self.sends_gradients:
-            return constant
-        optim = self.recipe.optim
-        # A merge is told of the steps that it contains, of which the first has the number 0 in the schedule.
-        return lambda progress: learning_rate(optim, max(progress - 1, 0.0), self.steps) / optim.lr
 
     def _watcher(self) -> Callable[[float, int, Participant], None]:
         """Notes progress, and the held-out loss whenever another part of the tokens is used up."""
@@ -262,25 +242,3 @@ class Simulation:
             staleness=staleness.overall(),
             discards=sum(staleness.discards.values()),
         )
-
-
-def _check_gradients(recipe: Recipe, biased: bool) -> None:
-    """Refuse what the optimizer at the syncer does not know."""
-    assert recipe.sync.between is not None
-    policy = recipe.sync.between.dense.policy
-    if recipe.optim.kind != "sgd":
-        raise RecipeError(
-            f"under {policy} learners send gradients and the optimizer is the syncer's, which knows only SGD, but "
-            f"optim.kind is {recipe.optim.kind}. Use a rate for SGD under such policies (--sgd-lr 0.5), a recipe with "
-            "optim.kind sgd, or a policy that sends deltas: local_sgd, diloco, delayed_nesterov, decoupled."
-        )
-    if biased:
-        raise RecipeError(
-            f"under {policy} learners send gradients, but this recipe balances routing by biases, which have none. Use "
-            "a balance loss (moe.balance), or a policy that sends deltas: local_sgd, diloco, delayed_nesterov, "
-            "decoupled."
-        )
-
-
-def _is_biased(layer: nn.Module) -> bool:
-    return isinstance(layer, Router) and layer.bias_state is not None

@@ -59,9 +59,11 @@ class SimulatedLearner:
         self._fragments = {fragment.number: fragment for fragment in fragments}
         self._experts = expert_modules(model)
         self._tensors = exchanged_tensors(model)
-        self._named = dict(model.named_parameters())
+        local = LocalBridge(model, recipe, sends_gradients)
+        self._kept = local.kept
+        self._contribution: dict[str, Tensor] = {}
         # The engine asks of its bridge no more than this one has.
-        bridge = cast("DeepSpeedBridge", LocalBridge(model, recipe, sends_gradients))
+        bridge = cast("DeepSpeedBridge", local)
         balance = BalanceLosses(recipe.moe, torch.device("cpu"))
         self._engine = Engine(bridge, recipe.optim, balance, recipe.train.steps)
         self._engine.global_step = clock
@@ -79,6 +81,8 @@ class SimulatedLearner:
             # Many learners share this process's random state; none may depend on when the others compute.
             torch.manual_seed(random.Random(f"{self._train.seed}/{self._learner}/{number}").getrandbits(63))
             report = engine.train_step([MicroBatch(batch.tokens, batch.labels) for batch in batches])
+        if self._kept is not None:
+            self._contribution = self._kept.release()
         tokens = {
             f"{prefix}.{expert}": count
             for prefix, counts in zip(self._experts, report.counts_LE.tolist(), strict=True)
@@ -95,16 +99,8 @@ class SimulatedLearner:
         write_values(self._tensors, self._fragments[fragment], value_X)
 
     def gradient(self, fragment: int) -> Tensor:
-        """The gradient [X] of the last step; zero where it was not finite."""
-        parts = []
-        for key in self._fragments[fragment].keys:
-            name = key.name if key.expert_id < 0 else key.name.rpartition(".")[0]
-            gradient = self._named[name].grad
-            if gradient is None:
-                parts.append(torch.zeros(key.elements, dtype=self._named[name].dtype))
-            else:
-                parts.append((gradient if key.expert_id < 0 else gradient[key.expert_id]).reshape(-1))
-        return torch.cat(parts)
+        """What the last step contributes [X], see `moe_async.engine.kept_step`."""
+        return self._fragments[fragment].flatten(self._contribution)
 
 
 @torch.no_grad()

@@ -51,7 +51,8 @@ def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> 
         model: this rank's model on its device: of `build_model`, or one's own with `MoELayer` inside. For `train_step`
             its forward takes ``(tokens, token_mask)`` and returns `moe_async.model.ModelOutput`.
         recipe: its ``optim``, ``moe.balance``, ``parallel.zero``, ``sync`` and ``train`` entries are used.
-            ``train.seed`` seeds torch's random state, on every rank alike: the noise of routers follows from it.
+            ``train.seed`` seeds torch's random state, on every rank alike: the noise of routers follows from it. Under
+            a policy of ``sync.between`` that sends gradients, steps leave the weights as they are.
         world: what the model was built with (`join_world`); None: a process on its own, which is joined here.
 
     Raises:
@@ -60,7 +61,15 @@ def initialize(model: nn.Module, recipe: Recipe, world: World | None = None) -> 
     world = world or join_world(recipe)
     check_built_for(model, world)
     torch.manual_seed(recipe.train.seed)
-    bridge = DeepSpeedBridge(model, recipe.optim, deepspeed_config(recipe, world.size), world, recipe.sync.delay)
+    between = recipe.sync.between
+    bridge = DeepSpeedBridge(
+        model,
+        recipe.optim,
+        deepspeed_config(recipe, world.size),
+        world,
+        recipe.sync.delay,
+        sends_gradients=between is not None and between.sends_gradients,
+    )
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.check_finite = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,17 @@ def exchange_keys(model: nn.Module, num_experts: int) -> dict[ParameterClass, li
             keys[kind] += [Key(f"{name}.{e}", size, f"{module}.{e}", e) for e in range(num_experts)]
         else:
             keys[kind].append(Key(name, parameter.numel()))
-    keys["router"] += [Key(name, bias.numel()) for name, bias in _biases(model)]
+    keys["router"] += [Key(name, bias.numel()) for name, bias in selection_biases(model).items()]
     return keys
 
 
-def _biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The selection biases of a model, by buffer name."""
+def selection_biases(model: nn.Module) -> dict[str, Tensor]:
+    """The selection biases of a model themselves, by buffer name."""
+    found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Router) and (state := module.bias_state) is not None:
-            for name, buffer in module.named_buffers(prefix=prefix):
-                if buffer is state.bias_E:
-                    yield name, buffer
+            found.update((name, b) for name, b in module.named_buffers(prefix=prefix) if b is state.bias_E)
+    return found
 
 
 def expert_modules(model: nn.Module) -> list[str]:
@@ -51,13 +51,17 @@ def expert_modules(model: nn.Module) -> list[str]:
 @torch.no_grad()
 def exchanged_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Views of all exchanged tensors that this model holds, by key."""
+    named = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return by_key(model, named | selection_biases(model))
+
+
+def by_key(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name and in the shape of the parameters or biases that they belong to, cut into views by key."""
     ids = expert_ids(model)
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
         if name in ids:
-            tensors.update((f"{name}.{e}", parameter.detach()[i]) for i, e in enumerate(ids[name]))
+            found.update((f"{name}.{e}", tensor[i]) for i, e in enumerate(ids[name]))
         else:
-            tensors[name] = parameter.detach()
-    return tensors | dict(_biases(model))
+            found[name] = tensor
+    return found

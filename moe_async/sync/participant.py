@@ -84,7 +84,9 @@ class Participant:
         self.sync = sync
         self.model = model
         sizes = unit_sizes or {number: fragment.unit_sizes for number, fragment in sync.fragments.items()}
-        self.views = {number: LocalView(model.read(number), sizes[number]) for number in sync.fragments}
+        # A gradient is measured from nothing.
+        seen = sync.fragments if sync.contribution == "delta" else ()
+        self.views = {number: LocalView(model.read(number), sizes[number]) for number in seen}
         self._values: dict[tuple[int, int], Tensor] = {}
 
     def step(self) -> LearnerStep:
@@ -100,7 +102,7 @@ class Participant:
 
     def take(self, adopt: bool = False) -> list[Taken]:
         """Take what may be taken at this boundary; with ``adopt`` instead of the local values, as a newcomer does."""
-        before = {number: self._ages(number) for number in self.views}
+        before = {number: self._ages(number) for number in self.sync.fragments}
         taken = []
         for entry in self.sync.takes(adopt):
             mix = 0.0 if adopt else self.sync.mix(entry.fragment)

@@ -2,8 +2,8 @@
 
 Gradients of one fragment are not all applied alike: norms and biases do not decay, each class of parameters has its own
 learning rate, and a selection bias has no gradient at all. So an optimizer may be given for single keys. It is plain
-data, made once from the recipe, and the same wherever a merge is carried out: at the syncer, under the virtual clock and
-in a replay.
+data, made once from the recipe, and the same wherever a merge is carried out: at the syncer, under the virtual clock
+and in a replay.
 """
 
 from __future__ import annotations

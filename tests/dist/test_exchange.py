@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,12 @@ from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import SyncError
 from moe_async.model import build_model
 from moe_async.model.keys import exchanged_tensors
-from moe_async.moe.classes import classify
 from moe_async.recipe.loader import dump_recipe
 from moe_async.sync.event_log import interleave, read_entries
 from moe_async.sync.replay import Replay
 from moe_async.sync.timing import Link, Links, StepTimes
 from moe_async.sync.virtual_clock import VirtualRun
-from tests.helpers.learner_run import PlainLearner, Syncer, batches, merged, run_learners, several
+from tests.helpers.learner_run import PlainLearner, Syncer, batches, dense_hash, merged, run_learners, several
 
 SAME = {"policy": "same"}
 LOCAL = {"dense": {"policy": "local_sgd", "every": 3}, "expert": SAME, "router": SAME}
@@ -33,16 +31,6 @@ DECOUPLED = {
     "expert": {"policy": "same", "every": 4, "fragments": 1},
     "router": SAME,
 }
-
-
-def dense_hash(engine, exchange, rank):
-    """A hash of all dense and router weights, on every rank, before each step."""
-    classes = classify(engine.module)
-    state = hashlib.sha256()
-    for name, parameter in engine.module.named_parameters():
-        if classes[name] != "expert":
-            state.update(parameter.detach().numpy().tobytes())
-    return state.hexdigest()
 
 
 def one_process(recipe, learners, every, steps):
@@ -280,9 +268,3 @@ def test_a_learner_waits_for_a_place_that_is_about_to_be_free(tmp_path):
         assert waiting.result(timeout=30.0).incarnation == 1
     second.leave()
     syncer.close()
-
-
-def test_policies_of_gradients_are_refused_so_far(tmp_path):
-    recipe = several({"dense": {"policy": "bsp"}, "expert": SAME, "router": SAME}, parallel={"expert": 1, "zero": 0})
-    with pytest.raises(SyncError, match="sync.between.dense.policy is bsp.*deltas only"):
-        describe_run(dump_recipe(recipe), tmp_path)

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from moe_async import build_model
 from moe_async.data import load_corpus, make_tokenizer
 from moe_async.engine.simulate import Machine, Simulation
 from moe_async.engine.simulated import SimulatedLearner
-from moe_async.errors import RecipeError
 from moe_async.model.keys import exchange_keys, exchanged_tensors
 from moe_async.sync.fragments import cut
 from moe_async.sync.timing import Link, Links, StepTimes, Transient
@@ -67,9 +67,10 @@ def final_values(recipe, corpus):
     ("optim", "batch"),
     [
         ({"momentum": 0.9, "weight_decay": 0.1}, 16),
-        ({"expert": {"lr_scale": 0.5}}, 16),
-        # One window of eight tokens, so that some experts get none.
-        ({"momentum": 0.9}, 1),
+        ({"expert": {"lr_scale": 0.5, "weight_decay": 0.3}, "weight_decay": 0.1}, 16),
+        ({"kind": "adamw", "weight_decay": 0.1, "router": {"lr_scale": 0.5}}, 16),
+        # One window of eight tokens, so that some experts get none; they decay all the same.
+        ({"momentum": 0.9, "weight_decay": 0.1}, 1),
     ],
 )
 def test_bsp_is_one_learner_with_the_batches_of_all(text, optim, batch):
@@ -191,16 +192,37 @@ def test_transient_stragglers_are_no_part_of_the_undisturbed_pace(text):
     assert at_time.goodput < 0.75
 
 
-# What does not fit
+# The syncer's optimizer
 
 
-def test_gradients_need_sgd_at_the_syncer(text):
-    recipe = recipe_of(text, {"policy": "bsp"}, optim={"kind": "adamw"})
-    with pytest.raises(RecipeError, match=r"under bsp learners send gradients .* optim.kind is adamw. Use a rate"):
-        Simulation(recipe, Machine())
+def test_muon_is_refused_under_gradients(text):
+    with pytest.raises(ValidationError, match=r"optim.kind is muon but sync.between.dense.policy is asp"):
+        recipe_of(text, {"policy": "asp"}, optim={"kind": "muon"})
 
 
-def test_biases_have_no_gradient(text):
-    recipe = recipe_of(text, {"policy": "asp"}, router={"kind": "sigmoid_bias"})
-    with pytest.raises(RecipeError, match="balances routing by biases"):
-        Simulation(recipe, Machine())
+def test_selection_biases_move_by_the_mean_of_what_the_learners_would_move_them(text):
+    """One step: each learner's own bias, after the same step under a policy of deltas, is its move."""
+    router = {"kind": "sigmoid_bias", "update": {"rule": "proportional", "rate": 0.1}}
+    recipe = recipe_of(text, {"policy": "bsp"}, steps=1, router=router)
+    corpus = corpus_of(recipe)
+    fragments = cut([key for keys in exchange_keys(build_model(recipe), 4).values() for key in keys], 1)
+    moved = []
+    for learner in range(2):
+        model = SimulatedLearner(recipe, corpus, fragments, learner, 2)
+        model.step(1, 0.0)
+        moved.append(fragments[0].split(model.read(0)))
+    values = final_values(recipe, corpus)
+    (name,) = [name for name in values if name.endswith("selection_bias")]
+    assert not torch.equal(moved[0][name], moved[1][name])
+    torch.testing.assert_close(values[name], (moved[0][name] + moved[1][name]) / 2, rtol=0, atol=1e-7)
+
+
+def test_a_learner_that_sends_gradients_moves_nothing_itself(text):
+    router = {"kind": "sigmoid_bias"}
+    recipe = recipe_of(text, {"policy": "asp"}, router=router, optim={"weight_decay": 0.3, "kind": "adamw"})
+    corpus = corpus_of(recipe)
+    fragments = cut([key for keys in exchange_keys(build_model(recipe), 4).values() for key in keys], 1)
+    model = SimulatedLearner(recipe, corpus, fragments, 0, 2, sends_gradients=True)
+    before = model.read(0)
+    model.step(1, 0.0)
+    assert torch.equal(model.read(0), before) and model.gradient(0).count_nonzero() > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -19,13 +20,15 @@ from moe_async.comm.session import Door
 from moe_async.engine.door import difference
 from moe_async.engine.exchange import Exchange
 from moe_async.engine.join import join_run, make_exchange
-from moe_async.engine.run_description import describe_run, sync_groups
+from moe_async.engine.run_description import describe_run
 from moe_async.engine.run_folder import learner_run
 from moe_async.engine.start import initialize
 from moe_async.engine.step import Engine, MicroBatch
 from moe_async.engine.stop import StopFlag
+from moe_async.engine.sync_plan import sync_groups
 from moe_async.model import build_model
 from moe_async.model.keys import exchanged_tensors, expert_modules
+from moe_async.moe.classes import classify, expert_ids
 from moe_async.recipe import Recipe, parse_recipe
 from moe_async.recipe.loader import dump_recipe
 from moe_async.sync.participant import LearnerStep
@@ -152,6 +155,16 @@ def run_learners(
     return syncer, results
 
 
+def dense_hash(engine: Engine, exchange: Exchange, rank: int) -> str:
+    """A hash of all dense and router weights, on every rank, before each step."""
+    classes = classify(engine.module)
+    state = hashlib.sha256()
+    for name, parameter in engine.module.named_parameters():
+        if classes[name] != "expert":
+            state.update(parameter.detach().numpy().tobytes())
+    return state.hexdigest()
+
+
 def merged(results: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The final tensors of a learner, from all its ranks; those that several ranks hold must be equal."""
     found: dict[str, Tensor] = {}
@@ -162,7 +175,10 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class PlainLearner:
-    """The model of one learner in one process under plain SGD: what a launch of one rank does, without DeepSpeed."""
+    """The model of one learner in one process under plain SGD: what a launch of one rank does, without DeepSpeed.
+
+    Where the recipe's policy sends gradients, a step computes them and leaves the weights alone.
+    """
 
     def __init__(self, recipe: Recipe, learner: int) -> None:
         self.recipe, self.learner = recipe, learner
@@ -175,9 +191,14 @@ class PlainLearner:
         output = self.model(batch.tokens)
         loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch.labels.flatten())
         loss.backward()
+        named, ids = dict(self.model.named_parameters()), expert_ids(self.model)
+        self.gradients = {name: p.grad.clone() for name, p in named.items() if name not in ids}
+        for name, experts in ids.items():
+            self.gradients |= {f"{name}.{e}": named[name].grad[i].clone() for i, e in enumerate(experts)}
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter -= self.recipe.optim.lr * parameter.grad
+            for parameter in named.values():
+                if not self.recipe.sync.between.sends_gradients:
+                    parameter -= self.recipe.optim.lr * parameter.grad
                 parameter.grad = None
         counts = {
             f"{prefix}.{expert}": count
@@ -195,4 +216,4 @@ class PlainLearner:
             tensors[name].copy_(part.view_as(tensors[name]))
 
     def gradient(self, fragment: int) -> Tensor:
-        raise NotImplementedError
+        return self.fragments[fragment].flatten(self.gradients)

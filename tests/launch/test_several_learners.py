@@ -32,6 +32,8 @@ def start(folder, *arguments, steps=40, pace=0.0, between=None):
     document = tiny_document(write_texts(folder / "texts"), folder / "runs")
     document["sync"] = {"learners": 2, "timeout": 15.0, "between": between or BETWEEN}
     document["name"], document["train"]["steps"] = "several", steps
+    if document["sync"]["between"]["dense"]["policy"] == "bsp":
+        document["parallel"]["zero"] = 0
     document["log"]["every"] = 1
     recipe = write_recipe(folder / "several.yaml", document)
     return Launch(folder, sys.executable, "-m", "moe_async.launch", str(recipe), "--ranks", "2", *arguments)
@@ -173,9 +175,10 @@ def weights(run):
     return newest.name, found
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
-    """DiLoCo, where the weights do not depend on who was faster: learners, syncer and what was under way go on."""
-    between = {"dense": {"policy": "diloco", "every": 3}, "expert": {"policy": "same"}, "router": {"policy": "same"}}
+@pytest.mark.parametrize("policy", [{"policy": "diloco", "every": 3}, {"policy": "bsp"}], ids=["diloco", "bsp"])
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, policy):
+    """Where the weights do not depend on who was faster: learners, syncer, optimizer and what was under way go on."""
+    between = {"dense": policy, "expert": {"policy": "same"}, "router": {"policy": "same"}}
     whole = start(tmp_path / "whole", steps=12, between=between)
     assert whole.wait() == 0, whole.text()
     stopped = start(tmp_path / "stopped", steps=12, between=between)

@@ -110,7 +110,9 @@ def test_a_recipe_of_its_own_and_another_rate(recipe, capsys):
     assert list(figures(recipe, capsys, "--stub", "--learners", "2")) == [
         "recipe", "local_sgd:every=1", "diloco:every=1", "delayed_nesterov:every=1", "decoupled:every=1"
     ]  # fmt: skip
-    assert "the syncer's, which knows only SGD" in complaint(recipe, capsys, "--stub", "--policy", "bsp")
+    assert list(figures(recipe, capsys, "--stub", "--learners", "2", "--policy", "bsp")) == ["bsp"]
+    options = ("--stub", "--policy", "bsp", "--set", "optim.kind=muon", "--set", "parallel.zero=0")
+    assert "optim.kind is muon but sync.between.dense.policy is bsp" in complaint(recipe, capsys, *options)
     found = figures(recipe, capsys, "--learners", "2", "--policy", "bsp", "--policy", "recipe", "--sgd-lr", "0.1")
     assert all(run["at_tokens"]["loss"] > 4 for (run,) in found.values())
 

@@ -10,10 +10,12 @@ from moe_async.sync import presets
 from moe_async.sync.arithmetic import SharedValue
 from moe_async.sync.combine import portion
 from moe_async.sync.fragments import Fragment, Key, Unit
+from moe_async.sync.merger import Merger
 from moe_async.sync.messages import Merge, UpdateHeader, UpdateId
 from moe_async.sync.segments import Segment, segments
 from moe_async.sync.settings import Combine, PolicyPlan
 from moe_async.sync.syncer_policy import SyncerPolicy
+from tests.helpers.learners import group
 
 SGD, ADAMW, NONE = Outer("sgd", 0.5, 0.5), Outer("adamw", 0.1, weight_decay=0.2), Outer()
 FRAGMENT = Fragment(0, (Unit("", (Key("a", 2), Key("b", 3), Key("c", 1))), Unit("e", (Key("d", 2, "e", 0),))))
@@ -72,3 +74,15 @@ def test_merges_say_their_portion():
             policy.join(learner, 0, 0, 0.0)
         decisions = [*policy.arrive(header(0), 1.0), *policy.arrive(header(1), 2.0)]
         assert [entry.portion for entry in decisions if isinstance(entry, Merge)] == wanted
+
+
+def test_learners_that_push_one_by_one_decay_no_more_than_together():
+    """Gradients of zero: in a round of two a value of 8 decays by a tenth once, or by a twentieth twice."""
+    decaying = Outer("sgd", 0.5, weight_decay=0.2)
+    for settings, wanted in ((presets.bsp(decaying), 8 * 0.9), (presets.asp(decaying), 8 * 0.95 * 0.95)):
+        merger = Merger([group(settings, [slice(0, 2)])], {0: torch.full((2,), 8.0, dtype=torch.float64)}, 2)
+        for learner in range(2):
+            merger.join(learner, 0, 0.0)
+        for learner in range(2):
+            merger.arrive(header(learner), torch.zeros(2, dtype=torch.float64), 1.0 + learner)
+        assert merger.values[0].value_X.tolist() == pytest.approx([wanted, wanted])

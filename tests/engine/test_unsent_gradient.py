@@ -1,0 +1,95 @@
+"""A gradient that its learner had not sent when it was saved is in its checkpoint: without processes and syncer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_async.comm import World
+from moe_async.engine.balance import BalanceLosses
+from moe_async.engine.exchange import Exchange
+from moe_async.engine.exchange_state import exchange_state, exchange_tensors, restore_exchange
+from moe_async.engine.learner_model import RankModel
+from moe_async.engine.local_bridge import LocalBridge
+from moe_async.engine.seat import Seat
+from moe_async.engine.step import Engine
+from moe_async.engine.stop import StopFlag
+from moe_async.engine.sync_plan import sync_groups
+from moe_async.model import build_model
+from moe_async.model.keys import expert_modules
+from moe_async.sync.participant import Participant
+from moe_async.sync.syncer import LearnerSync
+from tests.helpers.learner_run import batches, several
+
+
+class Link:
+    """A connection that is there and over which nothing comes."""
+
+    received, lost, refusal, timeout = 0, False, "", 1.0
+
+    def __init__(self):
+        self.posted = []
+
+    def post(self, fragment, sequence, message, payload):
+        self.posted.append((message, payload.clone()))
+
+    def outbox(self):
+        return []
+
+    def load_outbox(self, updates):
+        assert not updates
+
+    def next(self, count):
+        return []
+
+    def post_again(self):
+        pass
+
+    def send(self, message):
+        pass
+
+    def wait(self, delivered, seconds):
+        pass
+
+
+def learner(recipe):
+    model = build_model(recipe)
+    bridge = LocalBridge(model, recipe, sends_gradients=True)
+    groups = sync_groups(recipe, model)
+    rank_model = RankModel(bridge, [fragment for group in groups for fragment in group.fragments])
+    stop = StopFlag()
+    exchange = Exchange(
+        rank_model, groups, expert_modules(model), World(bridge.world.topology), Link(), Seat(0, 0, 2, "run"), {}, stop
+    )
+    engine = Engine(bridge, recipe.optim, BalanceLosses(recipe.moe, torch.device("cpu")), recipe.train.steps)
+    return engine, exchange, stop
+
+
+@pytest.mark.parametrize("kind", ["topk", "sigmoid_bias"])
+def test_a_resumed_learner_sends_what_it_had_not_sent(kind, monkeypatch):
+    moe = {"layers": [1], "num_experts": 4, "top_k": 2, "expert_dim": 6, "router": {"kind": kind}}
+    same = {"policy": "same"}
+    recipe = several({"dense": {"policy": "asp"}, "expert": same, "router": same}, moe=moe)
+    engine, exchange, _ = learner(recipe)
+    sync = LearnerSync(exchange.groups, 0)
+    exchange.resume(Participant(sync, exchange.model, exchange.model.part_sizes()))
+    # Stopped where its boundary begins.
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "_boundary", lambda: False)
+        exchange.after_step(engine.train_step(batches(recipe, 0, 0, 1, 1)), 1.0)
+    state = exchange_state(exchange)
+    tensors = {name: tensor.clone() for name, tensor in exchange_tensors(exchange).items()}
+    assert state["to_send"]
+
+    _, again, stop = learner(recipe)
+    restore_exchange(again, state, tensors)
+    stop.reason = "over"  # so that it does not wait for the result
+    assert not again.start()
+    exchange._stop.reason = "over"
+    assert not exchange._boundary()
+    ((message, payload),) = again.link.posted
+    ((wanted_message, wanted),) = exchange.link.posted
+    assert message == wanted_message
+    assert torch.equal(payload, wanted) and wanted.count_nonzero() > 0
+    # Once it is sent nothing of it is kept.
+    assert not any(name.startswith("contribution/") for name in exchange_tensors(again))
