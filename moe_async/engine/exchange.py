@@ -190,6 +190,7 @@ class Exchange:
             SyncError: the syncer is gone for good.
         """
         self._send(last=True)
+        self.to_send = False
         self._finishing = {"kind": "finish"}
         self.link.send(self._finishing)
         while not self.closing:

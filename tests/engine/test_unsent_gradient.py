@@ -93,3 +93,21 @@ def test_a_resumed_learner_sends_what_it_had_not_sent(kind, monkeypatch):
     assert torch.equal(payload, wanted) and wanted.count_nonzero() > 0
     # Once it is sent nothing of it is kept.
     assert not any(name.startswith("contribution/") for name in exchange_tensors(again))
+
+
+def test_a_learner_that_is_stopped_while_it_finishes_sends_nothing_twice(monkeypatch):
+    """What its last boundary had not sent went out with the final update."""
+    same = {"policy": "same"}
+    recipe = several({"dense": {"policy": "bsp"}, "expert": same, "router": same})
+    engine, exchange, stop = learner(recipe)
+    exchange.resume(Participant(LearnerSync(exchange.groups, 0), exchange.model, exchange.model.part_sizes()))
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "_boundary", lambda: False)
+        exchange.after_step(engine.train_step(batches(recipe, 0, 0, 1, 1)), 1.0)
+    stop.reason = "over"
+    assert not exchange.finish() and len(exchange.link.posted) == 1
+    _, again, _ = learner(recipe)
+    restore_exchange(again, exchange_state(exchange), exchange_tensors(exchange))
+    # The result has come meanwhile.
+    monkeypatch.setattr(again.participant.sync, "must_wait", lambda: False)
+    assert again.start() and not again.link.posted
