@@ -27,8 +27,8 @@ from typing import Any
 import yaml
 
 from moe_async.comm.namespaces import HUB, PAYLOAD_SHARE, Star
-from moe_async.engine.run_description import sync_groups
 from moe_async.engine.simulated import StubLearner, stub_groups
+from moe_async.engine.sync_plan import sync_groups
 from moe_async.errors import MoeAsyncError
 from moe_async.model import build_model
 from moe_async.recipe import Recipe, dump_recipe, load_recipe
@@ -37,7 +37,6 @@ from moe_async.sync.quantities import parse_bandwidth
 from moe_async.sync.timing import Link, Links, StepTimes
 from moe_async.sync.virtual_clock import VirtualRun
 
-DEFAULT_POLICIES = ("decoupled:every=2", "diloco:every=2", "local_sgd:every=2")
 LIMIT_SECONDS = 900.0
 PORT = 29400
 
@@ -128,6 +127,12 @@ class Bench:
         return sum(rates) / sum(1 / seconds for seconds in self.paces)
 
 
+def default_policies(learners: int) -> list[str]:
+    """What is measured when nothing is said."""
+    deltas = [f"{name}:every=2" for name in ("decoupled", "diloco", "local_sgd")]
+    return [*deltas, "bsp", f"m_sync:count={max(learners - 1, 1)}"]
+
+
 def _launch(recipe: Path, paces: Sequence[float]) -> None:
     """A run on this machine's own network."""
     command = [sys.executable, "-m", "moe_async.launch", str(recipe), "--ranks", "1"]
@@ -176,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         bandwidth = None if parsed.bandwidth is None else parse_bandwidth(parsed.bandwidth)
         bench = Bench(paces, parsed.steps, parsed.megabytes, bandwidth)
-        for text in parsed.policy or DEFAULT_POLICIES:
+        for text in parsed.policy or default_policies(parsed.learners):
             print(f"{text} ...", file=sys.stderr, flush=True)
             rows.append({"policy": text, **bench.measure(text), "predicted": bench.predict(text)})
     except MoeAsyncError as error:
