@@ -1,16 +1,18 @@
 """Sessions: a connection between two processes of different launches, such as a rank of a learner and the syncer.
 
-A session is a gloo group of two, made through a store that the listening side hosts. Messages are a JSON header and at
-most one flat tensor; nothing that comes over the network is executed. A partner that dies is noticed at once; one that
-falls silent, after the session's time limit.
+A session is two gloo groups of two, one for each direction, made through a store that the listening side hosts: a
+receiver has to ask for what it gets, and on a group that is busy with its own sending that would wait. Messages are a
+JSON header and at most one flat tensor; nothing that comes over the network is executed. A partner that dies is noticed
+at once; one that falls silent, after the session's time limit.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +25,18 @@ from moe_async.errors import CommunicationError
 Header = dict[str, Any]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
-_MAGIC = 0x6D6F65_01
+_MAGIC = 0x6D6F65_02
 _MAX_HEADER_BYTES = 2**26
 _TICKETS = "tickets"
 _FRAME, _TEXT, _TENSOR = range(3)
-"""Tags of the three parts of a message; each direction has its own, so both may be under way at once."""
+"""Tags of the parts of a message."""
+
+_FRAME_BYTES = 2048
+"""Of a message's first part: sizes, and the header where it fits. The back-end sends nothing before the other side has
+asked for it, so each further part costs the way there and back once more."""
+
+_SIZES = struct.Struct("<4q")
+"""Magic number, bytes of the header, elements and type of the tensor."""
 
 _PIECE_BYTES = 2**20
 """Tensors travel in pieces, and the time limit is that of a piece: on a slow link a large one takes longer."""
@@ -42,15 +51,13 @@ class Session:
     A transfer under way cannot be cut off from this side, so `Connection` ends a session by a last message.
 
     Args:
-        group: the gloo group of two.
-        first: whether this end is rank 0 of it.
+        out, into: the gloo groups of two on which this end sends and receives.
+        partner: the other end's rank in both.
         timeout: seconds without progress after which a receive or send fails.
     """
 
-    def __init__(self, group: Any, first: bool, timeout: float) -> None:
-        self._group: Any = group
-        self._partner = 1 if first else 0
-        self._out, self._in = (0, 8) if first else (8, 0)
+    def __init__(self, out: Any, into: Any, partner: int, timeout: float) -> None:
+        self._out, self._into, self._partner = out, into, partner
         self._timeout = timedelta(seconds=timeout)
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -65,13 +72,13 @@ class Session:
         Raises:
             CommunicationError: the partner is gone or silent.
         """
-        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        text = json.dumps(header).encode()
         flat = torch.empty(0) if payload is None else payload.detach().reshape(-1).cpu().contiguous()
-        frame = torch.tensor([_MAGIC, text.numel(), flat.numel(), _DTYPES.index(flat.dtype)])
-        self._send(frame, _FRAME)
-        self._send(text, _TEXT)
-        self._send(flat, _TENSOR)
-        self.bytes_sent += frame.nbytes + text.nbytes + flat.nbytes
+        sizes = _SIZES.pack(_MAGIC, len(text), flat.numel(), _DTYPES.index(flat.dtype))
+        frame, rest = _cut(sizes + text)
+        parts = ((_bytes(frame), _FRAME), (_bytes(rest), _TEXT), (flat, _TENSOR))
+        self._move(parts, lambda piece, tag: self._out.send([piece], self._partner, tag))
+        self.bytes_sent += sum(part.nbytes for part, _ in parts)
 
     def receive(self) -> tuple[Header, Tensor]:
         """The next message: its header and its flat tensor, which is empty where there is none. Blocks.
@@ -79,9 +86,9 @@ class Session:
         Raises:
             CommunicationError: the partner is gone or silent, or what it sends is no message of this package.
         """
-        frame = torch.zeros(4, dtype=torch.int64)
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._receive(frame, _FRAME)
-        magic, header_bytes, elements, dtype = frame.tolist()
+        magic, header_bytes, elements, dtype = _SIZES.unpack(frame.numpy().tobytes()[: _SIZES.size])
         if (
             magic != _MAGIC
             or not 0 < header_bytes <= _MAX_HEADER_BYTES
@@ -91,37 +98,45 @@ class Session:
             raise CommunicationError(
                 "the partner sends something that is no message of this package; both sides need the same version."
             )
-        text = torch.empty(header_bytes, dtype=torch.uint8)
-        self._receive(text, _TEXT)
+        rest = torch.empty(max(_SIZES.size + header_bytes - _FRAME_BYTES, 0), dtype=torch.uint8)
+        self._receive(rest, _TEXT)
+        text = (frame.numpy().tobytes() + rest.numpy().tobytes())[_SIZES.size :][:header_bytes]
         try:
-            header = json.loads(text.numpy().tobytes())
+            header = json.loads(text)
             flat = torch.empty(elements, dtype=_DTYPES[dtype])
         except (ValueError, RuntimeError) as error:
             raise CommunicationError(f"the partner sends what cannot be read ({_first_line(error)}).") from error
         self._receive(flat, _TENSOR)
-        self.bytes_received += frame.nbytes + text.nbytes + flat.nbytes
+        self.bytes_received += frame.nbytes + rest.nbytes + flat.nbytes
         if not isinstance(header, dict):
             raise CommunicationError("the partner sends a header that is no mapping; both sides need the same version.")
         return header, flat
 
-    def _send(self, tensor: Tensor, tag: int) -> None:
-        self._move(tensor, lambda piece: self._group.send([piece], self._partner, self._out + tag))
-
     def _receive(self, tensor: Tensor, tag: int) -> None:
-        self._move(tensor, lambda piece: self._group.recv([piece], self._partner, self._in + tag))
+        self._move([(tensor, tag)], lambda piece, tag: self._into.recv([piece], self._partner, tag))
 
-    def _move(self, tensor: Tensor, begin: Callable[[Tensor], Any]) -> None:
-        """Move a tensor piece by piece, in order; an empty one does not travel."""
+    def _move(self, parts: Sequence[tuple[Tensor, int]], begin: Callable[[Tensor, int], Any]) -> None:
+        """Move the parts of a message piece by piece, in order; an empty one does not travel."""
         under_way: deque[Any] = deque()
         try:
-            for piece in tensor.split(_PIECE_BYTES // tensor.element_size()) if tensor.numel() else ():
-                if len(under_way) == _PIECES_AHEAD:
-                    under_way.popleft().wait(self._timeout)
-                under_way.append(begin(piece))
+            for tensor, tag in parts:
+                for piece in tensor.split(_PIECE_BYTES // tensor.element_size()) if tensor.numel() else ():
+                    if len(under_way) == _PIECES_AHEAD:
+                        under_way.popleft().wait(self._timeout)
+                    under_way.append(begin(piece, tag))
             for work in under_way:
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise CommunicationError(f"the other side of the session is gone ({_first_line(error)})") from error
+
+
+def _cut(message: bytes) -> tuple[bytes, bytes]:
+    """A message's first part, filled up to its size, and what does not fit."""
+    return message[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"), message[_FRAME_BYTES:]
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 class Door:
@@ -188,10 +203,15 @@ def _open(store: TCPStore, ticket: int, first: bool, address: str, timeout: floa
     options._timeout = timedelta(seconds=timeout)
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     try:
-        group = ProcessGroupGloo(PrefixStore(f"session/{ticket}", store), 0 if first else 1, 2, options)
+        # The first group carries what the listening side sends.
+        groups = [
+            ProcessGroupGloo(PrefixStore(f"session/{ticket}/{direction}", store), 0 if first else 1, 2, options)
+            for direction in range(2)
+        ]
     except RuntimeError as error:
         raise CommunicationError(f"a session did not come about ({_first_line(error)})") from error
-    return Session(group, first, timeout)
+    out, into = groups if first else reversed(groups)
+    return Session(out, into, 1 if first else 0, timeout)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from moe_async.comm import session
 from moe_async.comm.connection import Connection
 from moe_async.comm.session import Door, knock
 from moe_async.errors import CommunicationError
@@ -74,7 +75,7 @@ def test_a_transfer_may_take_longer_than_the_limit(door):
     ours, theirs = pair(door)
     payload = torch.arange(5 * 2**20 + 1, dtype=torch.float32)
     theirs.limit(1.0)
-    ours._group = SlowLink(ours._group, 2.5 / payload.nbytes)
+    ours._into = SlowLink(ours._into, 2.5 / payload.nbytes)
     box = []
 
     def send():
@@ -149,11 +150,10 @@ def test_a_killed_partner_is_noticed_at_once(door):
 
 def test_what_is_no_message_is_refused(door):
     ours, theirs = pair(door)
-    thread = threading.Thread(target=theirs._send, args=(torch.tensor([1, 2, 3, 4]), 0))
-    thread.start()
+    strange = theirs._out.send([torch.full((session._FRAME_BYTES,), 7, dtype=torch.uint8)], 0, session._FRAME)
     with pytest.raises(CommunicationError, match="no message of this package"):
         ours.receive()
-    thread.join(LIMIT)
+    strange.wait()
 
 
 def test_nobody_listens():

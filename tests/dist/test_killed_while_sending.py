@@ -36,11 +36,12 @@ def trained(rank, text, address, learner, folder, pace, fatal):
                     dying.append(payload)
             send(self, header, payload)
 
-        def cut_short(self, tensor, begin):
+        def cut_short(self, parts, begin):
+            tensor, tag = parts[-1]
             if dying and tensor.data_ptr() == dying[0].data_ptr():
-                begin(tensor[: PIECE // tensor.element_size()]).wait()
+                move(self, [*parts[:-1], (tensor[: PIECE // tensor.element_size()], tag)], begin)
                 os.kill(os.getpid(), signal.SIGKILL)
-            move(self, tensor, begin)
+            move(self, parts, begin)
 
         session.Session.send, session.Session._move = counted, cut_short
     return one_rank(rank, text, address, learner, folder, None, pace)
