@@ -11,6 +11,8 @@ from moe_async.recipe.policies import (
     SIMPLE_NAMES,
     AnyPolicy,
     DecoupledPolicy,
+    DilocoPolicy,
+    LocalSgdPolicy,
     Policy,
     SamePolicy,
     SimplePolicy,
@@ -139,6 +141,20 @@ def between_problems(
             f"parallel.zero is {zero} but sync.between.dense.policy is {policies['dense'].policy}, where learners send"
             " gradients and the optimizer is the syncer's; ZeRO 1 and 2 cut gradients into pieces. Use zero: 0."
         )
+    return problems
+
+
+def via_problems(between: BetweenSection) -> list[str]:
+    """Policies that learners cannot follow by an all-reduce among themselves, with repairs."""
+    problems = []
+    for name, policy in between.policies().items():
+        for part in (policy.first, policy.then) if isinstance(policy, SwitchPolicy) else (policy,):
+            if not isinstance(part, LocalSgdPolicy | DilocoPolicy):
+                problems.append(
+                    f"sync.via is all_reduce but sync.between.{name} has the policy {part.policy}; an all-reduce needs"
+                    " the updates of all learners after the same steps, as local_sgd and diloco do. Use one of these"
+                    " for every class, or via: syncer."
+                )
     return problems
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from moe_async.errors import RecipeError
 from moe_async.recipe.architecture import ModelSection
-from moe_async.recipe.between import between_problems, between_warnings
+from moe_async.recipe.between import between_problems, between_warnings, via_problems
 from moe_async.recipe.deepspeed_config import refused_options
 from moe_async.recipe.messages import alternatives, nearest_divisors, nearest_multiples, refuse_all, statement
 from moe_async.recipe.moe import MoeSection
@@ -104,6 +104,7 @@ class Recipe(Section):
         if value.between is not None and "moe" in info.data:
             has_experts = info.data["moe"] is not None
             problems += between_problems(value.between, value.learners, has_experts, zero, value.delay)
+            problems += via_problems(value.between) if value.via == "all_reduce" else []
         elif value.learners > 1 and value.between is None:
             problems.append(
                 f"sync.learners is {value.learners} but sync.between is null, so they would share nothing. Add a policy"

@@ -60,6 +60,13 @@ class SyncSection(Section):
     between: BetweenSection | None = Field(
         default=None, description="Between learners: a policy for each class of parameters. Default: null, one learner."
     )
+    via: Literal["syncer", "all_reduce"] = Field(
+        default="syncer",
+        description="Between learners: syncer sends updates to the syncer, which merges them; learners may come, go and"
+        " differ. all_reduce adds updates up among the learners themselves, all of which take part from the first step"
+        " to the last with the same number of ranks; only for local_sgd, diloco and a switch between them. Default:"
+        " syncer.",
+    )
     timeout: float = Field(
         default=60.0,
         gt=0,

@@ -95,6 +95,28 @@ def test_what_learners_that_send_gradients_cannot_do():
         assert not load(deltas, "parallel.zero=0", change).sync.between.sends_gradients
 
 
+DILOCO = {"policy": "diloco", "every": 3}
+LOCAL_SGD = {"policy": "local_sgd", "every": 2}
+
+
+def test_all_reduce_is_for_policies_that_wait_for_all():
+    for policy in (DILOCO, LOCAL_SGD, {"policy": "switch", "first": LOCAL_SGD, "then": DILOCO, "step": 4}):
+        recipe = load({"dense": policy, "expert": LOCAL_SGD, "router": SAME}, "sync.via=all_reduce")
+        assert recipe.sync.via == "all_reduce"
+    assert load({"dense": DECOUPLED, "expert": SAME, "router": SAME}).sync.via == "syncer"
+    # It says nothing about a learner on its own.
+    assert load(None, "sync.via=all_reduce", learners=1).sync.between is None
+    wrong = "sync.via is all_reduce but sync.between.{} has the policy {}; .*local_sgd and diloco"
+    switch = {"policy": "switch", "first": LOCAL_SGD, "then": {"policy": "streaming_diloco", "every": 4,
+              "fragments": 1}, "step": 4}  # fmt: skip
+    for name, policy in (("decoupled", DECOUPLED), ("bsp", {"policy": "bsp"}), ("streaming_diloco", switch)):
+        given = {"dense": policy, "expert": SAME, "router": SAME}
+        refused(wrong.format("dense", name), given, "sync.via=all_reduce", "parallel.zero=0")
+    mixed = {"dense": DILOCO, "expert": {"policy": "delayed_nesterov", "every": 3}, "router": SAME}
+    refused(wrong.format("expert", "delayed_nesterov"), mixed, "sync.via=all_reduce")
+    refused("sync.via is 'all-reduce'; it must be one of 'syncer' or 'all_reduce'", mixed, "sync.via=all-reduce")
+
+
 def test_learners_and_policies_belong_together():
     whole = {"dense": DECOUPLED, "expert": SAME, "router": SAME}
     refused("sync.between is set but sync.learners is 1; its policies need several learners", whole, learners=1)
