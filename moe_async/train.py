@@ -174,8 +174,8 @@ class Session:
         if self.trainer.exchange is not None:
             own = {**self.trainer.exchange.summary(), "tokens_per_second": self.trainer.tokens_per_second}
             if self.world.rank == 0:
-                self.trainer.exchange.link.report(finite({**summary, "learner": own}))
-            self.trainer.exchange.link.leave()
+                self.trainer.exchange.report(finite({**summary, "learner": own}))
+            self.trainer.exchange.leave()
 
     def _is_reported(self) -> bool:
         """Whether the folder's summary is of the step at which the run now is."""

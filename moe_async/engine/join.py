@@ -11,13 +11,14 @@ from moe_async.comm import World
 from moe_async.comm.session import Header
 from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.door import make_hello
-from moe_async.engine.exchange import Exchange
+from moe_async.engine.learner_exchange import LearnerExchange
 from moe_async.engine.learner_model import RankModel
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.seat import Seat, take_seat
 from moe_async.engine.step import Engine
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.sync_plan import sync_groups
+from moe_async.engine.syncer_exchange import SyncerExchange
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import CheckpointError, RecipeError
 from moe_async.model.keys import expert_modules
@@ -89,7 +90,7 @@ def _comeback(checkpoint: Path, world: World) -> Header:
 
 def make_exchange(
     engine: Engine, recipe: Recipe, link: SyncerLink, seat: Seat, stop: StopFlag, folder: RunFolder
-) -> Exchange:
+) -> LearnerExchange:
     """The exchange of a learner that has a seat. Every rank calls it.
 
     Args:
@@ -105,7 +106,7 @@ def make_exchange(
     groups = sync_groups(recipe, engine.module)
     fragments = [fragment for group in groups for fragment in group.fragments]
     world = engine.world
-    return Exchange(
+    return SyncerExchange(
         RankModel(engine.bridge, fragments),
         groups,
         expert_modules(engine.module),

@@ -13,9 +13,8 @@ from moe_async.engine.checkpoint import load_checkpoint, load_exchange, save_che
 from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.diagnose import find_non_finite
 from moe_async.engine.evaluate import Evaluation, evaluate
-from moe_async.engine.exchange import Exchange
-from moe_async.engine.exchange_state import exchange_state, exchange_tensors, restore_exchange
 from moe_async.engine.hooks import Hook, StepRecord
+from moe_async.engine.learner_exchange import LearnerExchange
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.step import Engine, MicroBatch
 from moe_async.engine.stop import StopFlag
@@ -37,7 +36,7 @@ class Trainer:
         corpus: the text.
         folder: where the run writes.
         stop: raised when the run shall end early.
-        exchange: with the syncer, where this is one of several learners.
+        exchange: with the other learners, where this is one of several learners.
 
     Attributes:
         pace: seconds that a step takes at least; it sleeps for the rest. For experiments with uneven learners.
@@ -51,7 +50,7 @@ class Trainer:
         corpus: Corpus,
         folder: RunFolder,
         stop: StopFlag,
-        exchange: Exchange | None = None,
+        exchange: LearnerExchange | None = None,
     ) -> None:
         self.engine = engine
         self.recipe = recipe
@@ -113,7 +112,7 @@ class Trainer:
             hook.on_end(self)
         return over
 
-    def _take_part(self, exchange: Exchange) -> bool:
+    def _take_part(self, exchange: LearnerExchange) -> bool:
         """Begin with the shared weights, at the others' place in the run. False when told to stop meanwhile."""
         if not exchange.start():
             return False
@@ -132,7 +131,7 @@ class Trainer:
     def _close(self) -> bool:
         """Apply what is under way, inside this learner and between learners. False when told to stop meanwhile."""
         self._drain()
-        return self.exchange is None or bool(self.exchange.closing) or self.exchange.finish()
+        return self.exchange is None or self.exchange.over or self.exchange.finish()
 
     def _drain(self) -> None:
         """Apply what a delay has in flight: the weights are others then than those evaluated or saved."""
@@ -228,7 +227,7 @@ class Trainer:
             dump_recipe(self.recipe),
             self.state_dict(),
             self.recipe.train.keep_checkpoints,
-            None if self.exchange is None else exchange_tensors(self.exchange),
+            None if self.exchange is None else self.exchange.tensors(),
         )
         self.saved_step = step
         return self.saved_path
@@ -250,7 +249,7 @@ class Trainer:
         self.load_state_dict(manifest.trainer)
         if self.exchange is not None:
             tensors = load_exchange(checkpoint, self.world.rank)
-            restore_exchange(self.exchange, manifest.trainer["exchange"], tensors)
+            self.exchange.restore(manifest.trainer["exchange"], tensors)
             self._resumed = True
         self.saved_step, self.saved_path = self.engine.global_step, checkpoint
 
@@ -265,7 +264,7 @@ class Trainer:
             "data": self._stream.state_dict(),
             "load": self.load.state_dict(),
             "balance": self.engine.balance.state_dict(),
-            "exchange": {} if self.exchange is None else exchange_state(self.exchange),
+            "exchange": {} if self.exchange is None else self.exchange.state_dict(),
             "first_evaluation": None if first is None else [first.bits_per_byte, first.by_domain],
             "last_evaluation": None if last is None else [self._evaluated_step, last.bits_per_byte, last.by_domain],
         }

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from moe_async.comm import World
-from moe_async.engine.exchange import Exchange
 from moe_async.engine.loop import Trainer
 from moe_async.engine.stop import StopFlag
+from moe_async.engine.syncer_exchange import SyncerExchange
 from moe_async.engine.syncer_link import SyncerLink
 
 
@@ -18,7 +18,7 @@ from moe_async.engine.syncer_link import SyncerLink
 def test_a_run_that_was_stopped_before_the_others_had_finished_is_not_over(came):
     """Its last step is made, but what came out of the run is not there: it is to be saved, not reported."""
     trainer = object.__new__(Trainer)
-    trainer.exchange = SimpleNamespace(start=lambda: True, finish=lambda: came, position=3.0, closing={})
+    trainer.exchange = SimpleNamespace(start=lambda: True, finish=lambda: came, position=3.0, over=False)
     trainer.engine = SimpleNamespace(drain=list, steps=3, global_step=4)
     trainer.stop, trainer.world = SimpleNamespace(agreed=lambda world: True), None
     trainer.hooks, trainer._resumed, trainer.skipped = [], True, 0
@@ -27,7 +27,7 @@ def test_a_run_that_was_stopped_before_the_others_had_finished_is_not_over(came)
 
 def test_waiting_without_a_link_does_not_spin():
     link = SyncerLink("127.0.0.1", 1, 20.0)
-    exchange = Exchange(None, (), (), World(), link, SimpleNamespace(learner=0, incarnation=0), {}, StopFlag())
+    exchange = SyncerExchange(None, (), (), World(), link, SimpleNamespace(learner=0, incarnation=0), {}, StopFlag())
     exchange._offline_since = time.monotonic()
     began = time.monotonic()
     for _ in range(3):

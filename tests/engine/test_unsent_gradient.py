@@ -7,18 +7,15 @@ import torch
 
 from moe_async.comm import World
 from moe_async.engine.balance import BalanceLosses
-from moe_async.engine.exchange import Exchange
-from moe_async.engine.exchange_state import exchange_state, exchange_tensors, restore_exchange
 from moe_async.engine.learner_model import RankModel
 from moe_async.engine.local_bridge import LocalBridge
 from moe_async.engine.seat import Seat
 from moe_async.engine.step import Engine
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.sync_plan import sync_groups
+from moe_async.engine.syncer_exchange import SyncerExchange
 from moe_async.model import build_model
 from moe_async.model.keys import expert_modules
-from moe_async.sync.participant import Participant
-from moe_async.sync.syncer import LearnerSync
 from tests.helpers.learner_run import batches, several
 
 
@@ -58,7 +55,7 @@ def learner(recipe):
     groups = sync_groups(recipe, model)
     rank_model = RankModel(bridge, [fragment for group in groups for fragment in group.fragments])
     stop = StopFlag()
-    exchange = Exchange(
+    exchange = SyncerExchange(
         rank_model, groups, expert_modules(model), World(bridge.world.topology), Link(), Seat(0, 0, 2, "run"), {}, stop
     )
     engine = Engine(bridge, recipe.optim, BalanceLosses(recipe.moe, torch.device("cpu")), recipe.train.steps)
@@ -71,18 +68,17 @@ def test_a_resumed_learner_sends_what_it_had_not_sent(kind, monkeypatch):
     same = {"policy": "same"}
     recipe = several({"dense": {"policy": "asp"}, "expert": same, "router": same}, moe=moe)
     engine, exchange, _ = learner(recipe)
-    sync = LearnerSync(exchange.groups, 0)
-    exchange.resume(Participant(sync, exchange.model, exchange.model.part_sizes()))
+    exchange._begin(0)
     # Stopped where its boundary begins.
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "_boundary", lambda: False)
         exchange.after_step(engine.train_step(batches(recipe, 0, 0, 1, 1)), 1.0)
-    state = exchange_state(exchange)
-    tensors = {name: tensor.clone() for name, tensor in exchange_tensors(exchange).items()}
+    state = exchange.state_dict()
+    tensors = {name: tensor.clone() for name, tensor in exchange.tensors().items()}
     assert state["to_send"]
 
     _, again, stop = learner(recipe)
-    restore_exchange(again, state, tensors)
+    again.restore(state, tensors)
     stop.reason = "over"  # so that it does not wait for the result
     assert not again.start()
     exchange._stop.reason = "over"
@@ -92,7 +88,7 @@ def test_a_resumed_learner_sends_what_it_had_not_sent(kind, monkeypatch):
     assert message == wanted_message
     assert torch.equal(payload, wanted) and wanted.count_nonzero() > 0
     # Once it is sent nothing of it is kept.
-    assert not any(name.startswith("contribution/") for name in exchange_tensors(again))
+    assert not any(name.startswith("contribution/") for name in again.tensors())
 
 
 def test_a_learner_that_is_stopped_while_it_finishes_sends_nothing_twice(monkeypatch):
@@ -100,14 +96,14 @@ def test_a_learner_that_is_stopped_while_it_finishes_sends_nothing_twice(monkeyp
     same = {"policy": "same"}
     recipe = several({"dense": {"policy": "bsp"}, "expert": same, "router": same})
     engine, exchange, stop = learner(recipe)
-    exchange.resume(Participant(LearnerSync(exchange.groups, 0), exchange.model, exchange.model.part_sizes()))
+    exchange._begin(0)
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "_boundary", lambda: False)
         exchange.after_step(engine.train_step(batches(recipe, 0, 0, 1, 1)), 1.0)
     stop.reason = "over"
     assert not exchange.finish() and len(exchange.link.posted) == 1
     _, again, _ = learner(recipe)
-    restore_exchange(again, exchange_state(exchange), exchange_tensors(exchange))
+    again.restore(exchange.state_dict(), exchange.tensors())
     # The result has come meanwhile.
     monkeypatch.setattr(again.participant.sync, "must_wait", lambda: False)
     assert again.start() and not again.link.posted

@@ -18,8 +18,8 @@ from torch import Tensor
 from moe_async.comm import make_world
 from moe_async.comm.session import Door
 from moe_async.engine.door import difference
-from moe_async.engine.exchange import Exchange
 from moe_async.engine.join import join_run, make_exchange
+from moe_async.engine.learner_exchange import LearnerExchange
 from moe_async.engine.run_description import describe_run
 from moe_async.engine.run_folder import learner_run
 from moe_async.engine.start import initialize
@@ -95,7 +95,7 @@ def batches(recipe: Recipe, learner: int, rank: int, ranks: int, step: int) -> l
     return [MicroBatch(entry, entry.roll(-1, 1)) for entry in tokens]
 
 
-Watch = Callable[[Engine, Exchange, int], Any]
+Watch = Callable[[Engine, LearnerExchange, int], Any]
 
 
 def one_rank(
@@ -124,9 +124,9 @@ def one_rank(
     exchange.finish()
     summary = exchange.summary()
     if rank == 0:
-        exchange.link.report({"learner": summary})
+        exchange.report({"learner": summary})
     outbox = len(link.outbox())
-    exchange.link.leave()
+    exchange.leave()
     final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
     return {"seen": seen, "final": final, "summary": summary, "steps": engine.global_step, "outbox": outbox}
 
@@ -155,7 +155,7 @@ def run_learners(
     return syncer, results
 
 
-def dense_hash(engine: Engine, exchange: Exchange, rank: int) -> str:
+def dense_hash(engine: Engine, exchange: LearnerExchange, rank: int) -> str:
     """A hash of all dense and router weights, on every rank, before each step."""
     classes = classify(engine.module)
     state = hashlib.sha256()

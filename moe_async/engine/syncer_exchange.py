@@ -1,6 +1,6 @@
 """The learner's side of the exchange with the syncer, between two steps.
 
-Every rank has an `Exchange` and a link of its own, over which it moves its part of each fragment. The policies are
+Every rank has a `SyncerExchange` and a link of its own, over which it moves its part of each fragment. The policies are
 state machines, so every rank runs a copy of them; all that the ranks have to agree on is how many messages of the
 syncer have come to all of them, and that is agreed at each boundary. So decisions are the same on all ranks, dense
 weights stay equal, and no rank waits for the syncer while another is in an all-to-all.
@@ -8,31 +8,27 @@ weights stay equal, and no rank waits for the syncer while another is in an all-
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_async.comm import World
 from moe_async.comm.session import Header
+from moe_async.engine.learner_exchange import LearnerExchange
 from moe_async.engine.learner_model import RankModel
 from moe_async.engine.seat import Seat, given_seat, rank_hello
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import CommunicationError, PlaceTakenError, SyncError
 from moe_async.sync.event_log import EventLog
-from moe_async.sync.figures import LearnerFigures
 from moe_async.sync.messages import Publication
-from moe_async.sync.participant import Participant
-from moe_async.sync.staleness import StalenessTally
-from moe_async.sync.syncer import LearnerSync, SyncGroup
-
-if TYPE_CHECKING:
-    from moe_async.engine.report import StepReport
+from moe_async.sync.syncer import SyncGroup
 
 _READY: Header = {"kind": "ready"}
 _SLICE_SECONDS = 0.2
@@ -43,25 +39,18 @@ _GIVE_UP_TIMEOUTS = 10
 """A learner that cannot go on without the syncer waits for it for so many of its time limits."""
 
 
-class Exchange:
-    """Exchanges what a learner learns. Every rank has one and calls its methods together.
+class SyncerExchange(LearnerExchange):
+    """The form in which the syncer merges what learners send it.
 
     Args:
-        model: this rank's part of the model.
-        groups: what is exchanged under which policy.
-        experts: of each MoE layer in module order, the prefix of its experts (`moe_async.model.keys.expert_modules`).
-        world: this rank's view of the learner.
-        link: this rank's link, with a seat.
-        seat: the learner's place.
         hello: what rank 0 says when it has to come back.
-        stop: raised when the run shall end early.
-        log: where takes and sends are noted, on rank 0; None elsewhere.
+        others: as in `LearnerExchange`.
 
     Attributes:
-        figures, ages: what this learner did so far.
         closing: the syncer's last message; empty before it.
-        to_send: the updates of this boundary between steps are still to be sent.
     """
+
+    via: ClassVar[str] = "syncer"
 
     def __init__(
         self,
@@ -75,14 +64,9 @@ class Exchange:
         stop: StopFlag,
         log: EventLog | None = None,
     ) -> None:
-        self.seat = seat
-        self.link = link
-        self.figures = LearnerFigures()
-        self.ages = StalenessTally()
+        super().__init__(model, groups, experts, world, link, seat, stop, log)
         self.closing: Header = {}
-        self.model, self.groups, self._experts = model, tuple(groups), list(experts)
-        self._world, self._hello, self._stop, self._log = world, hello, stop, log
-        self._participant: Participant | None = None
+        self._hello = hello
         self._delivered = 0
         self._welcome_clock: int | None = None
         self._offline_since: float | None = None
@@ -90,31 +74,12 @@ class Exchange:
         self._given = seat
         self._finishing: Header | None = None
         self._common = 0
-        self.to_send = False
-        self._began = time.monotonic()
         self._stopping = False
-        self._last_tokens = 0
 
     @property
-    def joined(self) -> bool:
-        """Whether this learner has taken the shared values."""
-        return self._participant is not None
-
-    @property
-    def participant(self) -> Participant:
-        """Policies and views; there once `start` has returned."""
-        assert self._participant is not None
-        return self._participant
-
-    @property
-    def clock(self) -> int:
-        """Steps that this learner has made."""
-        return self.participant.sync.clock
-
-    @property
-    def position(self) -> float:
-        """Place in the schedule of the run: steps that its learners have made on average, as far as is known here."""
-        return self.participant.sync.position()
+    def over(self) -> bool:
+        """Whether the syncer has closed the run for this learner."""
+        return bool(self.closing)
 
     def start(self) -> bool:
         """Wait for the shared values, and take them. Blocks. False when told to stop meanwhile.
@@ -135,41 +100,12 @@ class Exchange:
             if not self._wait():
                 return False
             early += self._new_publications()
-        sync = LearnerSync(self.groups, self.seat.learner, self.seat.incarnation, self._welcome_clock)
-        self._participant = Participant(sync, self.model, self.model.part_sizes())
+        self._begin(self._welcome_clock)
         for publication, value_Y in early:
-            self._participant.receive(publication, value_Y)
+            self.participant.receive(publication, value_Y)
         self._take(adopt=True)
         self._began = time.monotonic()
         return True
-
-    def after_step(self, report: StepReport, seconds: float) -> bool:
-        """Exchange what is due after a step, and wait where a policy says so. Blocks. False when told to stop.
-
-        Args:
-            report: of the step.
-            seconds: that it took.
-
-        Raises:
-            SyncError: the syncer put this learner out, or is gone for good.
-        """
-        tokens = {
-            f"{prefix}.{expert}": count
-            for prefix, counts in zip(self._experts, report.counts_LE.tolist(), strict=True)
-            for expert, count in enumerate(counts)
-        }
-        self.model.hold()
-        self.participant.sync.step_done(report.label_tokens, tokens, report.lm_loss)
-        self.figures.steps += 1
-        self.figures.tokens += report.label_tokens
-        self._last_tokens = report.label_tokens
-        self.figures.busy += seconds
-        self.to_send = True
-        return self._boundary()
-
-    def drained(self) -> None:
-        """Dense weights have changed after the last step, by gradients that a delay held back: they are to be sent."""
-        self.participant.sync.drained(self._last_tokens)
 
     def _boundary(self) -> bool:
         """Take, send and wait between two steps. False when told to stop."""
@@ -205,19 +141,27 @@ class Exchange:
         self.link.send({"kind": "pause"})
         self.link.leave()
 
-    def resume(self, participant: Participant) -> None:
-        """Go on with what a checkpoint held, see `moe_async.engine.exchange_state`, instead of the newest values."""
-        self._participant = participant
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's views of the fragments, and its updates that are not acknowledged."""
+        if not self.joined:
+            return {}
+        updates = self.link.outbox()
+        headers = json.dumps([header for header, _ in updates]).encode()
+        under_way = {f"update/{place}": payload for place, (_, payload) in enumerate(updates)}
+        return super().tensors() | under_way | {"outbox": torch.frombuffer(bytearray(headers), dtype=torch.uint8)}
 
-    def summary(self) -> dict[str, Any]:
-        """What this learner did, over all its ranks. Every rank calls it; blocks."""
-        traffic = torch.tensor(self.link.bytes, device=self._world.device)
-        self.figures.sent, self.figures.received = self._world.everyone.all_reduce(traffic).tolist()
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` and `tensors` gave; the newest values come when they are merged."""
+        super().restore(state, tensors)
+        headers = json.loads(tensors["outbox"].numpy().tobytes())
+        self.link.load_outbox([(header, tensors[f"update/{place}"]) for place, header in enumerate(headers)])
+
+    def _traffic(self) -> Sequence[int]:
+        return self.link.bytes
+
+    def _merged(self) -> tuple[Mapping[str, Any], int]:
         learner = str(self.seat.learner)
-        told = self.closing.get("staleness", {}).get(learner, {})
-        staleness = {**told, "data_age": self.ages.summary(self.seat.learner)["data_age"]}
-        discarded = self.closing.get("discarded", {}).get(learner, 0)
-        return self.figures.summary(time.monotonic() - self._began, staleness, discarded)
+        return self.closing.get("staleness", {}).get(learner, {}), self.closing.get("discarded", {}).get(learner, 0)
 
     # Sending and taking.
 
@@ -231,13 +175,6 @@ class Exchange:
             self.figures.rounds += 1
             if self._log is not None:
                 self._log.send(header, time.monotonic() - self._began)
-
-    def _take(self, adopt: bool = False) -> None:
-        for taken in self.participant.take(adopt):
-            for age in taken.ages:
-                self.ages.add_age(self.seat.learner, age)
-            if self._log is not None:
-                self._log.take(taken.publication, taken.mix, self.clock, time.monotonic() - self._began)
 
     def _until_free(self) -> bool:
         """Take what may be taken until no policy makes this learner wait."""
