@@ -105,7 +105,7 @@ class Session:
             header = json.loads(text)
             flat = torch.empty(elements, dtype=_DTYPES[dtype])
         except (ValueError, RuntimeError) as error:
-            raise CommunicationError(f"the partner sends what cannot be read ({_first_line(error)}).") from error
+            raise CommunicationError(f"the partner sends what cannot be read ({first_line(error)}).") from error
         self._receive(flat, _TENSOR)
         self.bytes_received += frame.nbytes + rest.nbytes + flat.nbytes
         if not isinstance(header, dict):
@@ -127,7 +127,7 @@ class Session:
             for work in under_way:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            raise CommunicationError(f"the other side of the session is gone ({_first_line(error)})") from error
+            raise CommunicationError(f"the other side of the session is gone ({first_line(error)})") from error
 
 
 def _cut(message: bytes) -> tuple[bytes, bytes]:
@@ -158,7 +158,7 @@ class Door:
             )
         except RuntimeError as error:
             raise CommunicationError(
-                f"cannot listen on {host}:{port} ({_first_line(error)}); choose another port, or end what uses it."
+                f"cannot listen on {host}:{port} ({first_line(error)}); choose another port, or end what uses it."
             ) from error
         self.host, self.port = host, self._store.port
         self._opened = 0
@@ -185,6 +185,20 @@ def knock(host: str, port: int, timeout: float) -> Session:
     Raises:
         CommunicationError: nobody listens, or the session does not come about within ``timeout`` seconds.
     """
+    store, address = connect_store(host, port, timeout)
+    try:
+        ticket = store.add(_TICKETS, 1)
+    except RuntimeError as error:
+        raise CommunicationError(f"nobody answers at {host}:{port} ({first_line(error)})") from error
+    return _open(store, ticket, False, address, timeout)
+
+
+def connect_store(host: str, port: int, timeout: float) -> tuple[TCPStore, str]:
+    """A client of the store that a `Door` hosts, and this machine's address on the way there. Blocks.
+
+    Raises:
+        CommunicationError: nobody listens.
+    """
     try:
         # A store would try for long and complain aloud where nobody listens.
         socket.create_connection((host, port), timeout=timeout).close()
@@ -192,16 +206,21 @@ def knock(host: str, port: int, timeout: float) -> Session:
         raise CommunicationError(f"nobody answers at {host}:{port} ({error})") from error
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        ticket = store.add(_TICKETS, 1)
     except RuntimeError as error:
-        raise CommunicationError(f"nobody answers at {host}:{port} ({_first_line(error)})") from error
-    return _open(store, ticket, False, _own_address(host, port), timeout)
+        raise CommunicationError(f"nobody answers at {host}:{port} ({first_line(error)})") from error
+    return store, _own_address(host, port)
 
 
-def _open(store: TCPStore, ticket: int, first: bool, address: str, timeout: float) -> Session:
+def gloo_options(address: str, timeout: float) -> Any:
+    """Options of a gloo group that uses the network of ``address``; ``timeout`` in seconds."""
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    return options
+
+
+def _open(store: TCPStore, ticket: int, first: bool, address: str, timeout: float) -> Session:
+    options = gloo_options(address, timeout)
     try:
         # The first group carries what the listening side sends.
         groups = [
@@ -209,7 +228,7 @@ def _open(store: TCPStore, ticket: int, first: bool, address: str, timeout: floa
             for direction in range(2)
         ]
     except RuntimeError as error:
-        raise CommunicationError(f"a session did not come about ({_first_line(error)})") from error
+        raise CommunicationError(f"a session did not come about ({first_line(error)})") from error
     out, into = groups if first else reversed(groups)
     return Session(out, into, 1 if first else 0, timeout)
 
@@ -222,5 +241,6 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, without the traces that the communication library adds."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
