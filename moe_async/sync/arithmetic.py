@@ -46,6 +46,11 @@ class SharedValue:
         A unit without any factor has no contribution in its direction; momentum and weight decay still move it.
         ``portion`` is that of `moe_async.ops.outer.outer_step`.
         """
+        self.move(self.direction(contributions, weights), lr_factor, phase, portion)
+
+    @torch.no_grad()
+    def direction(self, contributions: Sequence[Tensor], weights: Sequence[Sequence[float]]) -> Tensor:
+        """The sum [X] of contributions, each unit with its factor; zero where there is none."""
         direction_X = torch.zeros_like(self.value_X)
         for contribution_X, factors in zip(contributions, weights, strict=True):
             for sum_, part, factor in zip(
@@ -53,6 +58,10 @@ class SharedValue:
             ):
                 if factor:
                     sum_.add_(part, alpha=factor)
+        return direction_X
+
+    def move(self, direction_X: Tensor, lr_factor: float = 1.0, phase: int = 0, portion: float = 1.0) -> None:
+        """Move the value by what was added up, as ``phase`` says; arguments as in `merge`."""
         for segment, value, direction, state in zip(
             self.phases[phase],
             self.value_X.split(self.segment_sizes),

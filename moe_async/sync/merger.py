@@ -14,12 +14,16 @@ from torch import Tensor
 from moe_async.sync.arithmetic import SharedValue
 from moe_async.sync.event_log import EventLog
 from moe_async.sync.messages import Decision, Discard, Merge, Publication, UpdateHeader, UpdateId, Welcome
-from moe_async.sync.segments import segments
+from moe_async.sync.segments import Segment, segments
 from moe_async.sync.staleness import StalenessTally
 from moe_async.sync.syncer import Syncer, SyncGroup
 
 Schedule = Callable[[float], float]
 """From progress in steps to a factor on the learning rate of the outer optimizer."""
+
+
+MergeRule = Callable[[Mapping[int, SharedValue], Merge, dict[UpdateId, Tensor], Schedule], None]
+"""Carries out a merge on the shared values and forgets the payloads that went into it."""
 
 
 def constant(progress: float) -> float:
@@ -44,6 +48,8 @@ class Merger:
         learners: expected number of learners.
         log: where decisions go.
         schedule: of the outer learning rate.
+        unit_sizes: elements of each unit of each fragment, where ``initial`` holds parts of them; None: the whole.
+        rule: how a merge is carried out; None: `merge`, for a merger that has all payloads.
     """
 
     def __init__(
@@ -53,10 +59,13 @@ class Merger:
         learners: int,
         log: EventLog | None = None,
         schedule: Schedule = constant,
+        unit_sizes: Mapping[int, Sequence[int]] | None = None,
+        rule: MergeRule | None = None,
     ) -> None:
         self.syncer = Syncer(groups, learners)
         self.log = log or EventLog()
-        self.values = shared_values(groups, initial)
+        self.values = shared_values(groups, initial, unit_sizes)
+        self._rule = rule or merge
         self.staleness = StalenessTally()
         self._schedule = schedule
         self._payloads: dict[UpdateId, Tensor] = {}
@@ -93,7 +102,7 @@ class Merger:
         for decision in decisions:
             self.log.decision(decision, now)
             if isinstance(decision, Merge):
-                merge(self.values, decision, self._payloads, self._schedule)
+                self._rule(self.values, decision, self._payloads, self._schedule)
                 for update, staleness in zip(decision.updates, decision.staleness, strict=True):
                     self.staleness.add_update(update.learner, *staleness)
             elif isinstance(decision, Discard):
@@ -151,13 +160,21 @@ class Merger:
         }
 
 
-def shared_values(groups: Sequence[SyncGroup], initial: Mapping[int, Tensor]) -> dict[int, SharedValue]:
-    """The shared values of all groups at version 0, of copies of the initial values."""
+def shared_values(
+    groups: Sequence[SyncGroup], initial: Mapping[int, Tensor], unit_sizes: Mapping[int, Sequence[int]] | None = None
+) -> dict[int, SharedValue]:
+    """The shared values of all groups at version 0, of copies of the initial values; arguments as in `Merger`."""
     return {
         fragment.number: SharedValue(
             initial[fragment.number].detach().clone(),
-            fragment.unit_sizes,
-            [segments(fragment, phase.outer, group.rules) for phase in group.plan.phases],
+            fragment.unit_sizes if unit_sizes is None else unit_sizes[fragment.number],
+            [
+                # Parts travel under policies of deltas alone, where one optimizer moves a whole fragment.
+                segments(fragment, phase.outer, group.rules)
+                if unit_sizes is None
+                else (Segment(sum(unit_sizes[fragment.number]), phase.outer),)
+                for phase in group.plan.phases
+            ],
         )
         for group in groups
         for fragment in group.fragments
