@@ -1,4 +1,6 @@
-"""The syncer of a run: merges what its learners send. It needs no accelerator; the first learner brings the recipe.
+"""The syncer of a run: merges what its learners send, or lets them meet where they add up among themselves.
+
+It needs no accelerator; the first learner brings the recipe.
 
 python -m moe_async.syncer --listen 0.0.0.0:29400
 python -m moe_async.syncer --listen 127.0.0.1:29400 --folder runs/my-run
@@ -28,7 +30,7 @@ from moe_async.engine.run_description import describe_run
 from moe_async.engine.run_folder import finite
 from moe_async.engine.seat import address
 from moe_async.engine.summary import format_learners, format_summary
-from moe_async.errors import MoeAsyncError
+from moe_async.errors import MoeAsyncError, SyncError
 from moe_async.sync.server import MergingServer
 
 DEFAULT_TIMEOUT = 60.0
@@ -117,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         say(f"listening on {door.host}:{door.port}")
         server.serve()
         report(server)
+        if server.meeting is not None and server.meeting.problem:
+            raise SyncError(server.meeting.problem)
     except MoeAsyncError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 1

@@ -71,7 +71,21 @@ def difference(first: Header, other: Header) -> str:
                 f"{path} is {run.get(path)!r} in the run but {own.get(path)!r} in this learner's recipe. Use the run's "
                 "recipe."
             )
+    if run.get("sync.via") == "all_reduce":
+        return _shape_difference(first, other)
     return ""
+
+
+def _shape_difference(first: Header, other: Header) -> str:
+    """Learners that add up among themselves do so rank by rank."""
+    sizes = [(header["world_size"], header["expert_parallel"]) for header in (first, other)]
+    if sizes[0] == sizes[1]:
+        return ""
+    run, own = (f"{ranks} ranks with expert-parallel size {parallel}" for ranks, parallel in sizes)
+    return (
+        f"the run has learners of {run} but this learner has {own}; with sync.via all_reduce rank r of each adds up "
+        "with rank r of the others. Start it as the others were started, or use sync.via: syncer."
+    )
 
 
 def _entries(text: str) -> Iterator[tuple[str, Any]]:

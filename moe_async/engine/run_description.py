@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_async.engine.run_folder import new_run
 from moe_async.engine.sync_plan import outer_schedule, sync_groups
 from moe_async.model import build_model
 from moe_async.model.keys import exchanged_tensors
 from moe_async.recipe import parse_recipe
-from moe_async.sync.server import RunDescription
+from moe_async.sync.run import RunDescription
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_async.recipe import Recipe
+    from moe_async.sync.syncer import SyncGroup
 
 
 def describe_run(text: str, folder: Path | None = None) -> RunDescription:
@@ -23,10 +30,8 @@ def describe_run(text: str, folder: Path | None = None) -> RunDescription:
         MoeAsyncError: the recipe is not valid, or not for several learners.
     """
     recipe = parse_recipe(text, "the first learner's recipe")
-    model = build_model(recipe)
-    groups = sync_groups(recipe, model)
-    tensors = exchanged_tensors(model)
-    fragments = [fragment for group in groups for fragment in group.fragments]
+    joint = recipe.sync.between is not None and recipe.sync.via == "all_reduce"
+    groups, initial = ([], {}) if joint else _first_version(recipe)
     if folder is None:
         folder = new_run(Path(recipe.log.dir).expanduser(), recipe.name or "run").path
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +40,17 @@ def describe_run(text: str, folder: Path | None = None) -> RunDescription:
         learners=recipe.sync.learners,
         num_experts=recipe.moe.num_experts if recipe.moe else 1,
         groups=groups,
-        initial={fragment.number: fragment.flatten(tensors) for fragment in fragments},
+        initial=initial,
         schedule=outer_schedule(recipe),
         timeout=recipe.sync.timeout,
+        joint=joint,
     )
+
+
+def _first_version(recipe: Recipe) -> tuple[list[SyncGroup], dict[int, Tensor]]:
+    """What is exchanged, and version 0 of every fragment."""
+    model = build_model(recipe)
+    groups = sync_groups(recipe, model)
+    tensors = exchanged_tensors(model)
+    fragments = [fragment for group in groups for fragment in group.fragments]
+    return groups, {fragment.number: fragment.flatten(tensors) for fragment in fragments}

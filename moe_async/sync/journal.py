@@ -47,6 +47,16 @@ def apply_input(merger: Merger, entry: Entry, payload_X: Tensor | None) -> list[
     raise SyncError(f"the journal has an entry of kind {kind!r}, which this version does not know.")
 
 
+def keep_hello(folder: Path, hello: Entry) -> Entry:
+    """What the learner said that began the run; written down in ``folder`` the first time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _HELLO
+    if not path.exists():
+        path.write_text(json.dumps(hello))
+    found: Entry = json.loads(path.read_text())
+    return found
+
+
 class Journal:
     """Writes and reads one syncer's folder.
 
@@ -133,12 +143,8 @@ class Journal:
         return found
 
     def keep_hello(self, hello: Entry) -> Entry:
-        """What the learner said that began the run; written down the first time."""
-        path = self.folder / _HELLO
-        if not path.exists():
-            path.write_text(json.dumps(hello))
-        found: Entry = json.loads(path.read_text())
-        return found
+        """See `keep_hello`."""
+        return keep_hello(self.folder, hello)
 
     @property
     def _snapshot(self) -> Path:

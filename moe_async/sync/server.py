@@ -6,19 +6,18 @@ never lost and a repeated one is never applied again.
 
 Messages from a rank: ``hello`` (rank 0: may I join?), ``rank`` (another rank of a learner that may), ``ready``,
 ``update`` (its part of one), ``finish``, ``report``, ``pause`` (it will come back), ``bye``. To a rank: ``refused``,
-``seat``, ``welcome``, ``publication``, ``ack``, ``final``.
+``seat``, ``welcome``, ``publication``, ``ack``, ``final``. Where learners add up among themselves there is no merger:
+`moe_async.sync.meeting` takes its place.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -29,40 +28,18 @@ from moe_async.errors import MoeAsyncError, SyncError
 from moe_async.sync.event_log import EventLog
 from moe_async.sync.journal import Journal, apply_input
 from moe_async.sync.lobby import Lobby
-from moe_async.sync.merger import Merger, Outgoing, Schedule
+from moe_async.sync.meeting import Meeting, open_meeting
+from moe_async.sync.merger import Merger, Outgoing
 from moe_async.sync.messages import Publication, Welcome
+from moe_async.sync.run import RunDescription
 from moe_async.sync.seats import Seat
-from moe_async.sync.syncer import SyncGroup
 from moe_async.sync.syncer_policy import read_header
 
 _IDLE_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class RunDescription:
-    """What a recipe makes of a run.
-
-    Attributes:
-        folder: where the syncer writes, made already.
-        learners: expected number of learners.
-        num_experts: of each MoE layer.
-        groups: what is exchanged under which policy.
-        initial: version 0 of every fragment.
-        schedule: of the outer learning rate.
-        timeout: seconds of silence after which a partner counts as gone.
-    """
-
-    folder: Path
-    learners: int
-    num_experts: int
-    groups: Sequence[SyncGroup]
-    initial: Mapping[int, Tensor]
-    schedule: Schedule
-    timeout: float
-
-
 class MergingServer:
-    """Merges for one run until all learners have finished.
+    """Merges for one run, or lets its learners meet, until all of them have finished.
 
     Args:
         door: where learners knock.
@@ -87,6 +64,7 @@ class MergingServer:
         self.run: RunDescription | None = None
         self.merger: Merger | None = None
         self.reports: dict[int, dict[str, Any]] = {}
+        self.meeting: Meeting | None = None
         self._describe, self._compare, self._say = describe, compare, say
         self._start_after, self._snapshot_every = start_after, snapshot_every
         self._journal: Journal | None = None
@@ -96,7 +74,7 @@ class MergingServer:
         self._first_ready: float | None = None
         self._started = self._finale = self._paused = False
         self._absent: dict[int, float] = {}
-        self._stop = threading.Event()
+        self._stops = 0
         self._lobby = Lobby(
             door,
             compare,
@@ -110,7 +88,9 @@ class MergingServer:
 
     def serve(self) -> None:
         """Serve until every learner that took part has finished and left, or `stop` is called."""
-        while not self._stop.is_set() and not (self._ending and not self._lobby.seats):
+        while self._stops <= (self.meeting is not None) and not (self._ending and not self._lobby.seats):
+            if self._stops and self.meeting is not None:
+                self.meeting.halt("the syncer was told to stop")
             with suppress(queue.Empty):
                 self._events.get(timeout=self._patience())()
             if self.merger is not None:
@@ -122,11 +102,14 @@ class MergingServer:
     @property
     def _ending(self) -> bool:
         """Whether nobody is waited for once all seats are empty: the run is over, or all learners were told to stop."""
-        return self._finale or self._paused
+        return self._finale or self._paused or (self.meeting is not None and self.meeting.over)
 
     def stop(self) -> None:
-        """End `serve` soon; safe to call from a signal handler or another thread."""
-        self._stop.set()
+        """End `serve` soon; safe to call from a signal handler or another thread.
+
+        Learners that meet stop together, so the first call has them told, and `serve` ends when they have left.
+        """
+        self._stops += 1
 
     def _now(self) -> float:
         return self._offset + time.monotonic() - self._began
@@ -153,7 +136,7 @@ class MergingServer:
         handlers: dict[str, Callable[[Seat, int, Header, Tensor], None]] = {
             "ready": self._ready, "update": self._update, "finish": self._finish, "report": self._report,
             "pause": self._pause, "bye": self._bye,
-        }  # fmt: skip
+        } | ({} if self.meeting is None else self.meeting.handlers)  # fmt: skip
         kind = str(header.get("kind"))
         found = self._lobby.seat_of(connection)
         try:
@@ -169,8 +152,9 @@ class MergingServer:
             self._lobby.refuse(connection, f"a message of kind {kind} does not fit ({error!r}).")
 
     def _hello(self, connection: Connection, header: Header) -> None:
-        if self._finale and header.get("clock") is None:
-            self._lobby.refuse(connection, "the run is over.")
+        over = "the run is over." if self._finale and header.get("clock") is None else ""
+        if closed := over or (self.meeting is not None and self.meeting.closed):
+            self._lobby.refuse(connection, closed)
             return
         if self.run is None:
             try:
@@ -188,6 +172,9 @@ class MergingServer:
     def _sit_down(self, seat: Seat | None) -> None:
         """Let a learner take part once all its ranks are here, and the run has begun."""
         if seat is None or not seat.complete or seat.joined:
+            return
+        if self.meeting is not None:
+            self.meeting.sit_down(seat)
             return
         self._first_ready = self._now() if self._first_ready is None else self._first_ready
         self._say(f"learner {seat.learner} is here ({seat.topology.world_size} ranks)")
@@ -273,7 +260,10 @@ class MergingServer:
                 return
         del self._lobby.seats[seat.learner]
         seat.close(wait=False)
-        if not self._finale:
+        if self.meeting is not None:
+            if rank not in seat.left:
+                self.meeting.lose(seat, rank, reason)
+        elif not self._finale:
             self._say(f"learner {seat.learner} is gone (rank {rank}: {reason})")
             if seat.paused:
                 self._absent[seat.learner] = self._now() + self._lobby.timeout
@@ -297,6 +287,9 @@ class MergingServer:
 
     def _prepare(self, run: RunDescription, hello: Header) -> None:
         """Make the merger, or bring it back to where an earlier syncer of the same folder was."""
+        if run.joint:
+            self.run, self.meeting = run, open_meeting(run, hello, self._compare, self._lobby, self._say)
+            return
         journal = Journal(run.folder / "syncer")
         try:
             first = journal.keep_hello(hello)
