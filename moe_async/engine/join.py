@@ -9,6 +9,7 @@ import torch
 
 from moe_async.comm import World
 from moe_async.comm.session import Header
+from moe_async.engine.all_reduce_exchange import AllReduceExchange
 from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.door import make_hello
 from moe_async.engine.learner_exchange import LearnerExchange
@@ -85,7 +86,9 @@ def _comeback(checkpoint: Path, world: World) -> Header:
             f"{checkpoint} is of {manifest.world_size} ranks but this learner has {world.size}; what each rank had "
             "under way is its own. Start as many ranks, or leave --resume out to join with the newest shared weights."
         )
-    return {name: state[name] for name in ("learner", "incarnation", "clock")}
+    # Learners that add up among themselves begin anew together; the syncer knows nothing of an earlier life.
+    names = ("learner",) if state.get("via") == "all_reduce" else ("learner", "incarnation", "clock")
+    return {name: state[name] for name in names}
 
 
 def make_exchange(
@@ -106,14 +109,11 @@ def make_exchange(
     groups = sync_groups(recipe, engine.module)
     fragments = [fragment for group in groups for fragment in group.fragments]
     world = engine.world
-    return SyncerExchange(
-        RankModel(engine.bridge, fragments),
-        groups,
-        expert_modules(engine.module),
-        world,
-        link,
-        seat,
-        make_hello(recipe, world, seat.learner),
-        stop,
-        EventLog(folder.events, keep=False) if world.rank == 0 else None,
-    )
+    model, experts = RankModel(engine.bridge, fragments), expert_modules(engine.module)
+    log = EventLog(folder.events, keep=False) if world.rank == 0 else None
+    if recipe.sync.via == "all_reduce":
+        # The decisions are the same everywhere, and one of all ranks writes them down.
+        events = folder.path.parent / folder.events.name if world.rank == 0 and seat.learner == 0 else None
+        return AllReduceExchange(model, groups, experts, world, link, seat, stop, log, events)
+    hello = make_hello(recipe, world, seat.learner)
+    return SyncerExchange(model, groups, experts, world, link, seat, hello, stop, log)

@@ -217,9 +217,14 @@ class LearnerExchange(ABC):
 
     # For the forms.
 
+    @property
+    def _life(self) -> int:
+        """The incarnation that its updates carry."""
+        return self.seat.incarnation
+
     def _begin(self, clock: int) -> None:
         """Take part from ``clock`` steps on, with the local values as they are."""
-        sync = LearnerSync(self.groups, self.seat.learner, self.seat.incarnation, clock)
+        sync = LearnerSync(self.groups, self.seat.learner, self._life, clock)
         self._participant = Participant(sync, self.model, self.model.part_sizes())
 
     def _take(self, adopt: bool = False) -> None:

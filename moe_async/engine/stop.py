@@ -22,7 +22,8 @@ ALONE_SECONDS = 5.0
 
 
 _ORPHANED = "launcher gone"
-_CODES = {"": 0, _ORPHANED: 1, **{name: signal.Signals[name].value for name in ("SIGINT", "SIGTERM")}}
+_FOLLOWING = "the other learners"
+_CODES = {"": 0, _ORPHANED: 1, _FOLLOWING: 1000, **{name: signal.Signals[name].value for name in ("SIGINT", "SIGTERM")}}
 """Reasons to stop as numbers, for the ranks to agree on."""
 
 
@@ -62,6 +63,10 @@ class StopFlag:
                 raise KeyboardInterrupt
             self._interrupted = True
         self.reason = signal.Signals(number).name
+
+    def follow(self) -> None:
+        """Raise the flag because the other learners of the run stop."""
+        self.reason = self.reason or _FOLLOWING
 
     def orphaned(self) -> bool:
         """Whether the launcher, or a command that started it, is gone."""

@@ -15,7 +15,7 @@ from moe_async.comm.connection import Connection
 from moe_async.comm.session import Header, knock
 from moe_async.errors import CommunicationError, PlaceTakenError, SyncError
 
-_ORDERED = ("welcome", "publication", "final")
+_ORDERED = ("welcome", "publication", "final", "begin", "go", "halt")
 """Kinds of messages that all ranks of a learner get in the same order."""
 
 

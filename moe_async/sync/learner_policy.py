@@ -118,8 +118,14 @@ class LearnerPolicy:
 
     def due_updates(self) -> list[UpdateHeader]:
         """Updates that are to be sent after the step that was just made, counted as sent from now on."""
-        places = enumerate(self._fragments)
-        return [self._send(fragment) for place, fragment in places if self.settings.due(place, self.clock)]
+        return [self._send(fragment) for fragment in self._due()]
+
+    def owes(self) -> bool:
+        """Whether `due_updates` has something to give."""
+        return bool(self._due())
+
+    def _due(self) -> list[int]:
+        return [fragment for place, fragment in enumerate(self._fragments) if self.settings.due(place, self.clock)]
 
     def last_updates(self) -> list[UpdateHeader]:
         """What is left to be sent when no further step follows, as final updates."""

@@ -218,6 +218,10 @@ class LearnerSync:
         for policy in self.policies:
             policy.drained(tokens)
 
+    def owes(self) -> bool:
+        """Whether there are updates to be sent now."""
+        return any(policy.owes() for policy in self.policies)
+
     def due_updates(self) -> list[UpdateHeader]:
         """Updates to be sent now; they count as sent."""
         return [header for policy in self.policies for header in policy.due_updates()]

@@ -99,9 +99,20 @@ Watch = Callable[[Engine, LearnerExchange, int], Any]
 
 
 def one_rank(
-    rank: int, text: str, address: tuple[str, int], learner: int, folder: str, watch: Watch | None, pace: float
+    rank: int,
+    text: str,
+    address: tuple[str, int],
+    learner: int,
+    folder: str,
+    watch: Watch | None,
+    pace: float,
+    saved: list[dict[str, Any]] | None = None,
 ):
-    """Train one rank of a learner to the end of the run; returns what was watched, and the final tensors."""
+    """Train one rank of a learner to the end of the run, or until its exchange says to stop.
+
+    With ``saved``, what each rank returned then, it goes on from there: plain SGD alone, which has no moments. Returns
+    what was watched, the final tensors, and when it was stopped what a checkpoint keeps of its exchange.
+    """
     recipe = parse_recipe(text, "test")
     ranks = torch.distributed.get_world_size()
     world = make_world(Topology(ranks, recipe.parallel.expert, recipe.moe.num_experts))
@@ -110,22 +121,33 @@ def one_rank(
     stop = StopFlag()
     engine = initialize(build_model(recipe, world), recipe, world)
     exchange = make_exchange(engine, recipe, link, seat, stop, learner_run(Path(folder), "run", seat.learner))
-    assert exchange.start()
+    if saved is not None:
+        with torch.no_grad():
+            for name, tensor in exchanged_tensors(engine.module).items():
+                tensor.copy_(saved[rank]["final"][name])
+        exchange.restore(saved[rank]["state"], saved[rank]["tensors"])
+    goes_on = exchange.start()
+    assert goes_on
     engine.global_step = exchange.clock
     seen = []
-    while exchange.position < recipe.train.steps:
+    while goes_on and exchange.position < recipe.train.steps:
         began = time.monotonic()
         if watch is not None:
             seen.append(watch(engine, exchange, rank))
         engine.ahead = exchange.position - engine.global_step
         report = engine.train_step(batches(recipe, seat.learner, rank, world.size, engine.global_step + 1))
         time.sleep(max(began + pace - time.monotonic(), 0.0))
-        exchange.after_step(report, time.monotonic() - began)
+        goes_on = exchange.after_step(report, time.monotonic() - began)
+    final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
+    if not goes_on:
+        state = {"state": exchange.state_dict(), "tensors": exchange.tensors()}
+        exchange.pause()
+        return {"final": final, "steps": engine.global_step, **state}
     exchange.finish()
     summary = exchange.summary()
     if rank == 0:
         exchange.report({"learner": summary})
-    outbox = len(link.outbox())
+    outbox = len(exchange.link.outbox())
     exchange.leave()
     final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
     return {"seen": seen, "final": final, "summary": summary, "steps": engine.global_step, "outbox": outbox}
@@ -138,14 +160,26 @@ def run_learners(
     watch: Watch | None = None,
     paces: tuple[float, ...] = (0.0, 0.0),
     syncer: Syncer | None = None,
+    saved: list[list[dict[str, Any]]] | None = None,
 ) -> tuple[Syncer, list[list[dict[str, Any]]]]:
-    """Train to the end; the syncer, and for each learner what each of its ranks returned."""
+    """Train to the end, or on from what was ``saved``; the syncer, and for each learner what each of its ranks
+    returned."""
     syncer = syncer or Syncer(folder / "run")
     text = dump_recipe(recipe)
     with ThreadPoolExecutor(recipe.sync.learners) as pool:
         found = [
             pool.submit(
-                run_ranks, ranks, one_rank, text, syncer.address, n, str(folder), watch, paces[n], timeout=LIMIT
+                run_ranks,
+                ranks,
+                one_rank,
+                text,
+                syncer.address,
+                n,
+                str(folder),
+                watch,
+                paces[n],
+                None if saved is None else saved[n],
+                timeout=LIMIT,
             )
             for n in range(recipe.sync.learners)
         ]
