@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from moe_async.engine.checkpoint_folder import find_checkpoints
+from moe_async.engine.common_round import saved_learners
 from moe_async.engine.deepspeed_bridge import accelerator_count
 from moe_async.engine.run_folder import new_run
 from moe_async.errors import MoeAsyncError, RecipeError
@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )  # fmt: skip
     parser.add_argument(
         "--restarts", type=int, default=3, metavar="N",
-        help="how often a learner or the syncer that died is started anew; default: %(default)d",
+        help="how often a learner or the syncer that died is started anew, with sync.via: syncer; default: %(default)d",
     )  # fmt: skip
     return parser.parse_args(arguments)
 
@@ -125,7 +125,8 @@ class Run:
         self._resume, self._paces = resume, paces or {}
         self._port = 0
         self._listening = threading.Event()
-        self._stopping = self._over = self._alone = 0.0
+        self._folder = resume
+        self._stopping = self._over = self._alone = self._failed = 0.0
         self._dismissed: set[str] = set()
         self._lock = threading.Lock()
         self._parts: dict[str, Part] = {}
@@ -134,20 +135,28 @@ class Run:
         """Start the syncer, then the learners.
 
         Raises:
-            MoeAsyncError: the syncer does not come up.
+            MoeAsyncError: the syncer does not come up, or there is nothing to go on with.
         """
+        learners = self._recipe.sync.learners
+        checkpoints = saved_learners(self._resume, learners, self._joint) if self._resume else [None] * learners
         # Named from here, so that a syncer that is started anew finds what it had.
-        folder = self._resume or new_run(Path(self._recipe.log.dir).expanduser(), self._recipe.name or "run").path
+        folder = self._folder = (
+            self._resume or new_run(Path(self._recipe.log.dir).expanduser(), self._recipe.name or "run").path
+        )
         # The syncer takes a free port, and the same one when it is started anew.
         self._start("syncer", partial(self._syncer_command, folder))
         if not self._listening.wait(START_SECONDS) or self._parts["syncer"].process.poll() is not None:
             self.kill()
             raise MoeAsyncError("the syncer did not start; its lines above say why.")
-        for learner in range(self._recipe.sync.learners):
-            saved = folder / f"learner-{learner}"
-            come_back = ["--resume", str(saved)] if self._resume and find_checkpoints(saved / "checkpoints") else []
+        for learner, saved in enumerate(checkpoints):
+            come_back = ["--resume", str(saved)] if saved is not None else []
             # Only the first time: one that dies is started anew with the newest weights.
             self._start(f"learner {learner}", partial(self._learner_command, learner), come_back)
+
+    @property
+    def _joint(self) -> bool:
+        """Whether learners add up among themselves, so that none can be missing."""
+        return self._recipe.sync.via == "all_reduce"
 
     def _syncer_command(self, folder: Path) -> list[str]:
         listen = ["--listen", f"127.0.0.1:{self._port}", "--folder", str(folder)]
@@ -214,20 +223,36 @@ class Run:
             if self._stopping and time.monotonic() - self._stopping > STOP_SECONDS:
                 self.kill()
             ended = [part for part in self._parts.values() if part.process.poll() is not None]
+            died = [part for part in ended if part.process.returncode]
+            if died and self._joint and not self._stopping:
+                self._fail(died[0])
             if len(ended) == len(self._parts):
                 return max(part.process.returncode != 0 for part in ended if part.name not in self._dismissed)
-            if self._stopping:
+            if self._stopping or self._failed:
                 continue
             if syncer.process.poll() == 0:
                 self._dismiss()
                 continue
-            if len(ended) == len(self._parts) - 1 and not any(part.process.returncode for part in ended):
+            if len(ended) == len(self._parts) - 1 and not died:
                 self._end_syncer(syncer)
-            for part in ended:
-                if part.process.returncode and not self._revive(part):
+            for part in died:
+                if not self._revive(part):
                     print(f"error: {part.name} died for the last time; the run stops.", file=sys.stderr, flush=True)
                     self.stop()
                     break
+
+    def _fail(self, part: Part) -> None:
+        """Nobody goes on without a part that has ended: the others hear of it from the syncer, or from this process."""
+        if not self._failed:
+            self._failed = time.monotonic()
+            print(
+                f"error: {part.name} ended with code {part.process.returncode}; with sync.via all_reduce nobody goes "
+                "on without all the others, so the run ends. The other lines say why. Start the whole run again with "
+                f"--resume {self._folder}, which goes on from the newest checkpoints that fit together.",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        if time.monotonic() - self._failed > LATE_SECONDS:
+            self.stop()
 
     def _end_syncer(self, syncer: Part) -> None:
         """All learners have ended well. A syncer that died after they had finished waits for them in vain."""
