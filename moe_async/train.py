@@ -139,7 +139,8 @@ class Session:
         trainer, steps = self.trainer, self.recipe.train.steps
         if self.checkpoint is not None:
             trainer.resume(self.checkpoint)
-            self.say(f"resumed from {self.checkpoint} at step {trainer.engine.global_step}")
+            more = "; it has sent more since then and goes on from the newest shared weights" if trainer.rejoins else ""
+            self.say(f"resumed from {self.checkpoint} at step {trainer.engine.global_step}{more}")
             if trainer.engine.global_step >= steps and self.world.everyone.broadcast_object(self._is_reported()):
                 self.say(f"nothing is left to do: train.steps is {steps}. Train longer with --set train.steps=...")
                 return
@@ -192,7 +193,8 @@ class Session:
         self.folder.deepspeed.write_text(json.dumps(config, indent=1) + "\n")
         # The figures of an earlier end are not those of the end that comes.
         self.folder.summary.unlink(missing_ok=True)
-        step = self.trainer.engine.global_step
+        # Where a learner has lived on after its checkpoint, those steps are part of the run.
+        step = sys.maxsize if self.trainer.rejoins else self.trainer.engine.global_step
         for path in (self.folder.metrics, self.folder.expert_load):
             forget_after(path, step)
         for path in abandon_after(self.folder.checkpoints, step):

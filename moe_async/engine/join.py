@@ -42,7 +42,8 @@ def join_run(
         world: this rank's view of the learner.
         address: host and port; None: this learner is on its own.
         learner: the place it wants; -1: any.
-        checkpoint: with which it comes back to the place it had.
+        checkpoint: with which it comes back to the place it had. If the syncer has had updates since then, as after a
+            crash, it gets another life there, and begins with the newest shared weights.
 
     Raises:
         RecipeError: the recipe is for several learners and there is no address, or the other way round.
@@ -86,9 +87,12 @@ def _comeback(checkpoint: Path, world: World) -> Header:
             f"{checkpoint} is of {manifest.world_size} ranks but this learner has {world.size}; what each rank had "
             "under way is its own. Start as many ranks, or leave --resume out to join with the newest shared weights."
         )
-    # Learners that add up among themselves begin anew together; the syncer knows nothing of an earlier life.
-    names = ("learner",) if state.get("via") == "all_reduce" else ("learner", "incarnation", "clock")
-    return {name: state[name] for name in names}
+    if state.get("via") == "all_reduce":
+        # Learners that add up among themselves begin anew together; the syncer knows nothing of an earlier life.
+        return {"learner": state["learner"]}
+    fragments = {number: entry for policy in state["sync"]["policies"] for number, entry in policy["fragments"].items()}
+    sequences = {number: entry["sequence"] for number, entry in fragments.items()}
+    return {**{name: state[name] for name in ("learner", "incarnation", "clock")}, "sequences": sequences}
 
 
 def make_exchange(

@@ -193,6 +193,10 @@ class LearnerExchange(ABC):
             found |= {f"{_CONTRIBUTION}{name}": tensor for name, tensor in self.model.contribution().items()}
         return found
 
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Whether this learner may go on with what `state_dict` gave; otherwise it begins with the newest values."""
+        return True
+
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` and `tensors` gave, after the model has its weights, and go on with it.
 

@@ -40,6 +40,8 @@ class Trainer:
 
     Attributes:
         pace: seconds that a step takes at least; it sleeps for the rest. For experiments with uneven learners.
+        rejoins: whether it was resumed and yet begins with the newest shared weights, having lived on after its
+            checkpoint.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Trainer:
         self.stop = stop
         self.exchange = exchange
         self.pace = 0.0
+        self.rejoins = False
         self.hooks: list[Hook] = []
         self.load = LoadWindow(after=recipe.train.steps - max(20, recipe.train.steps // 10))
         self.tokens = 0
@@ -70,7 +73,6 @@ class Trainer:
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
         self._evaluated_step = -1
-        self._resumed = False
         self._stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
         rows = recipe.micro_batch_size(world.size)
         self._heldout = heldout_batches(corpus, recipe.data.seq_len, world.rank, world.size, 2 * rows)
@@ -116,7 +118,7 @@ class Trainer:
         """Begin with the shared weights, at the others' place in the run. False when told to stop meanwhile."""
         if not exchange.start():
             return False
-        if self._resumed:
+        if self.saved_path is not None and not self.rejoins:
             return True
         self.engine.global_step = exchange.clock
         self._stream.skip(exchange.clock * self.recipe.train.global_batch * exchange.seat.learners)
@@ -248,9 +250,13 @@ class Trainer:
         manifest = load_checkpoint(checkpoint, self.engine.bridge)
         self.load_state_dict(manifest.trainer)
         if self.exchange is not None:
-            tensors = load_exchange(checkpoint, self.world.rank)
-            self.exchange.restore(manifest.trainer["exchange"], tensors)
-            self._resumed = True
+            own = manifest.trainer["exchange"]
+            self.rejoins = not self.exchange.continues(own)
+            if self.rejoins:
+                # Its optimizer goes on; the place in the text follows from that in the run.
+                self._stream = TrainStream(self.corpus, self.recipe.data.seq_len, self.recipe.data.seed)
+            else:
+                self.exchange.restore(own, load_exchange(checkpoint, self.world.rank))
         self.saved_step, self.saved_path = self.engine.global_step, checkpoint
 
     def state_dict(self) -> dict[str, Any]:

@@ -150,6 +150,10 @@ class SyncerExchange(LearnerExchange):
         under_way = {f"update/{place}": payload for place, (_, payload) in enumerate(updates)}
         return super().tensors() | under_way | {"outbox": torch.frombuffer(bytearray(headers), dtype=torch.uint8)}
 
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Whether the syncer takes this learner for the one that was saved, see `moe_async.engine.join.join_run`."""
+        return bool(state["incarnation"] == self.seat.incarnation)
+
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` and `tensors` gave; the newest values come when they are merged."""
         super().restore(state, tensors)

@@ -163,6 +163,11 @@ class MergingServer:
                 self._lobby.refuse(connection, str(error))
                 return
         assert self.run is not None
+        if self.merger is not None and (sequences := header.get("sequences")):
+            learner, incarnation = int(header["learner"]), int(header["incarnation"])
+            if self.merger.syncer.is_behind(learner, incarnation, {int(f): n for f, n in sequences.items()}):
+                # What it did since its checkpoint is merged, and would be a second time: it begins as a newcomer does.
+                header = {**header, "clock": None, "incarnation": None}
         self._lobby.hello(connection, header, self.run.learners, self.run.num_experts, self.run.folder.name)
 
     def _ready(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:

@@ -122,6 +122,20 @@ class Syncer:
         """Whether an update has come, from a learner that still takes part or from one that is gone."""
         return self._of[update.fragment].has_received(update)
 
+    def is_behind(self, learner: int, incarnation: int, sequences: Mapping[int, int]) -> bool:
+        """Whether a learner that comes back from a checkpoint has lived on after it.
+
+        Args:
+            learner, incarnation: who it was.
+            sequences: by fragment, the number that its next update would have.
+        """
+        if self.incarnations.get(learner, incarnation) != incarnation:
+            return True
+        return any(
+            self.has_received(UpdateId(learner, incarnation, sequence, fragment))
+            for fragment, sequence in sequences.items()
+        )
+
     def pending(self) -> set[UpdateId]:
         """Updates that wait to be merged."""
         return {update for policy in self.policies for update in policy.pending()}

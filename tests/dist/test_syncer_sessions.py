@@ -148,6 +148,26 @@ def test_a_rank_whose_first_one_is_gone_again_is_told_to_come_later(tmp_path):
     syncer.close()
 
 
+@pytest.mark.parametrize(("next_number", "life", "clock"), [(1, 0, 2), (0, 1, 0)])
+def test_one_with_an_older_checkpoint_begins_with_the_newest_values(tmp_path, next_number, life, clock):
+    """One that was saved after update 0 goes on; one that was saved before begins anew, where the other one is."""
+    syncer = Syncer(tmp_path)
+    links = [*sit_down(syncer, 0), *sit_down(syncer, 1)]
+    assert eventually(lambda: all(link.received == 3 for link in links))
+    send_update(syncer, links[0], 0)
+    syncer = restarted(syncer, tmp_path, *links)
+    link = SyncerLink(*syncer.address, 20.0)
+    saved = {"incarnation": 0, "clock": 2, "sequences": {"0": next_number, "1": 0}}
+    seat = take_seat(link, hello(0, **saved), World(), 5.0)
+    link.send({"kind": "ready"})
+    assert seat.incarnation == life
+    assert eventually(lambda: link.received >= 3)
+    welcome = link.next(1)[0][0]
+    assert (welcome["kind"], welcome["clock"]) == ("welcome", clock)
+    link.leave()
+    syncer.close()
+
+
 def test_a_report_comes_through_though_another_rank_left_before(tmp_path):
     syncer = Syncer(tmp_path)
     first, second = sit_down(syncer, 0, ranks=2, ready=False)

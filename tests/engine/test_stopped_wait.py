@@ -15,13 +15,13 @@ from moe_async.engine.syncer_link import SyncerLink
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_a_run_that_was_stopped_before_the_others_had_finished_is_not_over(came):
+def test_a_run_that_was_stopped_before_the_others_had_finished_is_not_over(came, tmp_path):
     """Its last step is made, but what came out of the run is not there: it is to be saved, not reported."""
     trainer = object.__new__(Trainer)
     trainer.exchange = SimpleNamespace(start=lambda: True, finish=lambda: came, position=3.0, over=False)
     trainer.engine = SimpleNamespace(drain=list, steps=3, global_step=4)
     trainer.stop, trainer.world = SimpleNamespace(agreed=lambda world: True), None
-    trainer.hooks, trainer._resumed, trainer.skipped = [], True, 0
+    trainer.hooks, trainer.saved_path, trainer.rejoins, trainer.skipped = [], tmp_path, False, 0
     assert trainer.run() is came
 
 

@@ -200,6 +200,31 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, policy):
     check_ledger(run)
 
 
+def test_a_machine_that_died_goes_on_with_what_the_syncer_has(tmp_path):
+    """Everything is killed at once; what learners did after their last checkpoints is merged, and is not done again."""
+    run = start(tmp_path, "--set", "train.checkpoint_every=4", steps=60)
+    run.wait_for("learner 1] step 8/")
+    run.wait_for("learner 0] step 11/")
+    everything = [psutil.Process(run.process.pid), *processes(run)]
+    for process in everything:
+        process.send_signal(signal.SIGKILL)
+    assert all_gone(everything, 20)
+    folder = tmp_path / "runs" / "several"
+    before = list(read_entries(folder / "events.jsonl"))
+    resumed = Launch(
+        tmp_path, sys.executable, "-m", "moe_async.launch", "several.yaml", "--ranks", "2",
+        "--set", "train.checkpoint_every=4", "--resume", str(folder),
+    )  # fmt: skip
+    assert resumed.wait() == 0, resumed.text()
+    assert "the run goes on where it was" in resumed.text()
+    assert "it has sent more since then and goes on from the newest shared weights" in resumed.text()
+    entries = check_ledger(folder)
+    assert entries[: len(before)] == before
+    # Nothing came twice: what was sent again was not made again.
+    assert not [entry for entry in entries if entry["event"] == "discard"]
+    assert summary(tmp_path)["heldout_bits_per_byte"] > 0
+
+
 def test_nothing_outlives_the_launch(tmp_path):
     run = start(tmp_path, steps=100_000)
     run.wait_for("learner 1] step 3/")
