@@ -44,6 +44,9 @@ def apply_input(merger: Merger, entry: Entry, payload_X: Tensor | None) -> list[
         return merger.finish(entry["learner"], now)
     if kind == "tick":
         return merger.tick(now)
+    if kind == "pause":
+        # The policies wait for it as if it were here.
+        return []
     raise SyncError(f"the journal has an entry of kind {kind!r}, which this version does not know.")
 
 
@@ -62,6 +65,9 @@ class Journal:
 
     Args:
         folder: made when it is missing.
+
+    Attributes:
+        paused: learners that left in order to come back, and have not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,6 +75,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self.number = max((int(path.name.split("-")[1]) for path in folder.glob("snapshot-*")), default=0)
         self._count = 0
+        self.paused: set[int] = set()
         self._open()
 
     def _open(self) -> None:
@@ -91,7 +98,14 @@ class Journal:
             entry = {**entry, "payload": self._count}
         self._inputs.write(json.dumps(entry) + "\n")
         self._inputs.flush()
+        self._note(entry)
+
+    def _note(self, entry: Entry) -> None:
         self._count += 1
+        if entry["kind"] == "pause":
+            self.paused.add(entry["learner"])
+        elif entry["kind"] == "join":
+            self.paused.discard(entry["learner"])
 
     def entries(self) -> Iterator[tuple[Entry, Tensor | None]]:
         """Inputs since the newest snapshot, in order."""
@@ -167,7 +181,7 @@ class Journal:
             merger.load_tensors(tensors)
         for entry, payload_X in self.entries():
             apply_input(merger, entry, payload_X)
-            self._count += 1
+            self._note(entry)
             last = entry["now"]
         return last
 

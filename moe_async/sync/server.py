@@ -96,7 +96,10 @@ class MergingServer:
             if self.merger is not None:
                 self._tick(self.merger)
         self._lobby.close()
-        if self._journal is not None:
+        if self._journal is not None and self.merger is not None:
+            for learner in self.merger.syncer.members - self._journal.paused if not self._ending else ():
+                # Told to stop, and so are they: the next syncer waits for them as long as for a beginning.
+                self._journal.add({"kind": "pause", "now": self._now(), "learner": learner})
             self._journal.close()
 
     @property
@@ -281,6 +284,8 @@ class MergingServer:
         seat.left.add(rank)
 
     def _pause(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
+        if not seat.paused:
+            self._input({"kind": "pause", "now": self._now(), "learner": seat.learner})
         seat.paused = self._paused = True
 
     def _count_out(self, learner: int) -> None:
@@ -316,8 +321,9 @@ class MergingServer:
         self._offset = recovered - (time.monotonic() - self._began)
         self._started = True
         self._lobby.incarnations = dict(self.merger.syncer.incarnations)
-        # Whoever was here is about to knock again; until then the policies wait for it as before.
-        self._absent = dict.fromkeys(self.merger.syncer.members, self._now() + run.timeout)
+        # Whoever was here is about to knock again, or to be started again; until then the policies wait as before.
+        patience = dict.fromkeys(journal.paused, self._start_after)
+        self._absent = {n: self._now() + patience.get(n, run.timeout) for n in self.merger.syncer.members}
 
     def _input(self, entry: dict[str, Any], payload_X: Tensor | None = None) -> None:
         """Write down what happened, then act on it."""

@@ -15,6 +15,7 @@ from moe_async.engine.door import make_hello
 from moe_async.engine.seat import rank_hello, take_seat
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import PlaceTakenError, SyncError
+from moe_async.recipe import Recipe
 from moe_async.recipe.loader import dump_recipe
 from moe_async.sync.event_log import read_entries
 from moe_async.sync.messages import UpdateHeader, UpdateId
@@ -39,10 +40,10 @@ def hello(learner, ranks=1, recipe=RECIPE, **more):
     return {**make_hello(recipe, World(), learner), "world_size": ranks, **more}
 
 
-def sit_down(syncer, place, ranks=1, ready=True, timeout=20.0, **more):
+def sit_down(syncer, place, ranks=1, ready=True, timeout=20.0, recipe=RECIPE, **more):
     """The links of a learner's ranks, with a seat."""
     links = [SyncerLink(*syncer.address, timeout) for _ in range(ranks)]
-    seat = take_seat(links[0], {**hello(place, ranks), **more}, World(), 5.0)
+    seat = take_seat(links[0], {**hello(place, ranks, recipe), **more}, World(), 5.0)
     for rank in range(1, ranks):
         links[rank].connect(rank_hello(seat, SimpleNamespace(rank=rank)), 5.0)
     if ready:
@@ -164,6 +165,24 @@ def test_one_with_an_older_checkpoint_begins_with_the_newest_values(tmp_path, ne
     assert eventually(lambda: link.received >= 3)
     welcome = link.next(1)[0][0]
     assert (welcome["kind"], welcome["clock"]) == ("welcome", clock)
+    link.leave()
+    syncer.close()
+
+
+def test_a_syncer_that_was_told_to_stop_waits_for_its_learners(tmp_path):
+    """They were told too, and take longer to start again than a session may be silent."""
+    recipe = several(BETWEEN, train__steps=30)
+    document = recipe.model_dump(mode="json")
+    document["sync"]["timeout"] = 2.0
+    recipe = Recipe.model_validate(document)
+    syncer = Syncer(tmp_path)
+    links = [*sit_down(syncer, 0, recipe=recipe, timeout=2.0), *sit_down(syncer, 1, recipe=recipe, timeout=2.0)]
+    assert eventually(lambda: all(link.received == 3 for link in links))
+    syncer = restarted(syncer, tmp_path, *links)
+    (link,) = sit_down(syncer, 0, recipe=recipe, timeout=2.0, incarnation=0, clock=0)
+    assert eventually(lambda: link.received >= 3)
+    time.sleep(4.0)
+    assert syncer.server.merger.syncer.members == {0, 1}
     link.leave()
     syncer.close()
 

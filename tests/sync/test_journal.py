@@ -79,6 +79,16 @@ def test_a_merger_comes_back_as_it_was(tmp_path, snapshots, kills):
     assert len(list(tmp_path.glob("journal-*"))) == 1 and len(list(tmp_path.glob("snapshot-*"))) == bool(snapshots)
 
 
+def test_who_left_in_order_to_come_back_is_known_afterwards(tmp_path):
+    journal = Journal(tmp_path)
+    for kind, learner in (("pause", 0), ("pause", 1), ("join", 0), ("pause", 2)):
+        journal.add({"kind": kind, "now": 1.0, "learner": learner, "incarnation": 0, "clock": None})
+    assert journal.paused == {1, 2}
+    journal.close()
+    again = Journal(tmp_path)
+    assert again.recover(new_merger()) == 1.0 and again.paused == {1, 2}
+
+
 def test_a_new_folder_has_nothing_to_recover(tmp_path):
     assert Journal(tmp_path / "new").recover(new_merger()) is None
 
