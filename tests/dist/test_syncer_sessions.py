@@ -173,15 +173,15 @@ def test_a_syncer_that_was_told_to_stop_waits_for_its_learners(tmp_path):
     """They were told too, and take longer to start again than a session may be silent."""
     recipe = several(BETWEEN, train__steps=30)
     document = recipe.model_dump(mode="json")
-    document["sync"]["timeout"] = 2.0
+    document["sync"]["timeout"] = 4.0
     recipe = Recipe.model_validate(document)
     syncer = Syncer(tmp_path)
-    links = [*sit_down(syncer, 0, recipe=recipe, timeout=2.0), *sit_down(syncer, 1, recipe=recipe, timeout=2.0)]
+    links = [*sit_down(syncer, 0, recipe=recipe, timeout=6.0), *sit_down(syncer, 1, recipe=recipe, timeout=6.0)]
     assert eventually(lambda: all(link.received == 3 for link in links))
     syncer = restarted(syncer, tmp_path, *links)
-    (link,) = sit_down(syncer, 0, recipe=recipe, timeout=2.0, incarnation=0, clock=0)
+    (link,) = sit_down(syncer, 0, recipe=recipe, timeout=6.0, incarnation=0, clock=0)
     assert eventually(lambda: link.received >= 3)
-    time.sleep(4.0)
+    time.sleep(6.0)
     assert syncer.server.merger.syncer.members == {0, 1}
     link.leave()
     syncer.close()
