@@ -82,7 +82,8 @@ def report(server: MergingServer) -> None:
     if description is None or not server.reports:
         return
     learners = {str(learner): server.reports[learner].get("learner", {}) for learner in sorted(server.reports)}
-    first: dict[str, Any] = dict(server.reports.get(0, {}))
+    evaluated = (found for found in server.reports.values() if "heldout_bits_per_byte" in found)
+    first: dict[str, Any] = dict(next(evaluated, {}))
     first.pop("learner", None)
     rates = [found.get("tokens_per_second") for found in learners.values()]
     summary = {

@@ -150,7 +150,7 @@ class Session:
         if trainer.first_evaluation is None and self.reports:
             trainer.evaluate()
         if trainer.run():
-            if not self.reports:
+            if trainer.exchange is not None and not trainer.exchange.reports:
                 self._leave({})
                 return
             if not trainer.evaluated:
@@ -167,7 +167,7 @@ class Session:
 
     @property
     def reports(self) -> bool:
-        """Whether this learner evaluates and shows what came out: they all end with the same weights."""
+        """Whether this learner evaluates while it trains."""
         return self.seat is None or self.seat.learner == 0
 
     def _leave(self, summary: dict[str, Any]) -> None:

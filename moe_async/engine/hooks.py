@@ -36,6 +36,8 @@ class StepRecord:
         seconds: wall time of the step.
         data_wait: seconds spent getting the micro-batches.
         comm_wait: seconds this rank spent in its own blocking collectives (all-to-all, ZeRO 0 reductions).
+        data_age: of several learners: the learner's own steps since it sent an update that came back, merged, with this
+            step; the largest where several did, None where none did.
     """
 
     report: StepReport
@@ -43,6 +45,7 @@ class StepRecord:
     seconds: float
     data_wait: float
     comm_wait: float
+    data_age: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,6 +68,7 @@ class StepRecord:
             "tokens_per_second": round(self.tokens_per_second, 1),
             "data_wait": round(self.data_wait, 6),
             "comm_wait": round(self.comm_wait, 6),
+            **({} if self.data_age is None else {"data_age": self.data_age}),
         }
 
 

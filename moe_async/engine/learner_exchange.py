@@ -50,6 +50,7 @@ class LearnerExchange(ABC):
     Attributes:
         figures, ages: what this learner did so far.
         to_send: the updates of this boundary between steps are still to be sent.
+        latest_age: the largest data age of its updates that were settled since the last step; None: none was.
     """
 
     via: ClassVar[str]
@@ -74,6 +75,7 @@ class LearnerExchange(ABC):
         self._world, self._stop, self._log = world, stop, log
         self._participant: Participant | None = None
         self.to_send = False
+        self.latest_age: int | None = None
         self._began = time.monotonic()
         self._last_tokens = 0
 
@@ -103,6 +105,11 @@ class LearnerExchange(ABC):
     def over(self) -> bool:
         """Whether this learner has what came out of the run."""
 
+    @property
+    def reports(self) -> bool:
+        """Whether this learner evaluates what came out of the run, for all: they end with the same weights."""
+        return self.seat.learner == 0
+
     @abstractmethod
     def start(self) -> bool:
         """Begin with the shared values, or go on with those of a checkpoint. Blocks. False when told to stop meanwhile.
@@ -126,6 +133,7 @@ class LearnerExchange(ABC):
             for prefix, counts in zip(self._experts, report.counts_LE.tolist(), strict=True)
             for expert, count in enumerate(counts)
         }
+        self.latest_age = None
         self.model.hold()
         self.participant.sync.step_done(report.label_tokens, tokens, report.lm_loss)
         self.figures.steps += 1
@@ -235,6 +243,7 @@ class LearnerExchange(ABC):
         for taken in self.participant.take(adopt):
             for age in taken.ages:
                 self.ages.add_age(self.seat.learner, age)
+                self.latest_age = max(age, self.latest_age or 0)
             if self._log is not None:
                 self._log.take(taken.publication, taken.mix, self.clock, time.monotonic() - self._began)
 

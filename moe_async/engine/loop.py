@@ -183,6 +183,7 @@ class Trainer:
             seconds=seconds,
             data_wait=loaded - start,
             comm_wait=self.world.everyone.meter.seconds - waited,
+            data_age=None if self.exchange is None else self.exchange.latest_age,
         )
 
     def _next_batches(self) -> Sequence[MicroBatch]:

@@ -13,7 +13,7 @@ from moe_async.model.build import count_parameters
 def build_summary(
     trainer: Trainer, trigram: tuple[float, dict[str, float]], seconds: float, first_step_seconds: float | None
 ) -> dict[str, Any]:
-    """What summary.json holds. Needs an evaluation at the start and at the end.
+    """What summary.json holds. Needs an evaluation at the end; without one at the start its figures are None.
 
     Args:
         trainer: after its run.
@@ -22,7 +22,7 @@ def build_summary(
         first_step_seconds: wall time until the first optimizer step was done.
     """
     start, end = trainer.first_evaluation, trainer.last_evaluation
-    assert start is not None and end is not None
+    assert end is not None
     recipe, engine = trainer.recipe, trainer.engine
     total, active = count_parameters(recipe)
     layers = recipe.moe.moe_layers(recipe.model.layers) if recipe.moe else ()
@@ -31,7 +31,7 @@ def build_summary(
         "step": engine.global_step,
         "tokens": trainer.tokens,
         "heldout_bits_per_byte": end.bits_per_byte,
-        "heldout_bits_per_byte_start": start.bits_per_byte,
+        "heldout_bits_per_byte_start": None if start is None else start.bits_per_byte,
         "trigram_bits_per_byte": trigram[0],
         "by_domain": _domains(start, end, trigram[1]),
         "tokens_per_second": trainer.tokens_per_second,
@@ -59,10 +59,12 @@ def build_summary(
     }
 
 
-def _domains(start: Evaluation, end: Evaluation, trigram: dict[str, float]) -> dict[str, dict[str, float]]:
+def _domains(
+    start: Evaluation | None, end: Evaluation, trigram: dict[str, float]
+) -> dict[str, dict[str, float | None]]:
     return {
         domain: {
-            "heldout_bits_per_byte_start": start.by_domain[domain],
+            "heldout_bits_per_byte_start": None if start is None else start.by_domain[domain],
             "heldout_bits_per_byte": bits,
             "trigram_bits_per_byte": trigram[domain],
         }
@@ -125,5 +127,5 @@ def _quantiles(figures: dict[str, float] | None) -> str:
 
 def _bits(values: dict[str, Any]) -> tuple[str, str, str]:
     keys = ("heldout_bits_per_byte_start", "heldout_bits_per_byte", "trigram_bits_per_byte")
-    start, end, trigram = (f"{values[key]:.3f}" for key in keys)
+    start, end, trigram = ("-" if values[key] is None else f"{values[key]:.3f}" for key in keys)
     return start, end, trigram

@@ -81,6 +81,11 @@ class SyncerExchange(LearnerExchange):
         """Whether the syncer has closed the run for this learner."""
         return bool(self.closing)
 
+    @property
+    def reports(self) -> bool:
+        """Whether the syncer has chosen this learner to evaluate what came out."""
+        return bool(self.closing.get("reporter", 0) == self.seat.learner)
+
     def start(self) -> bool:
         """Wait for the shared values, and take them. Blocks. False when told to stop meanwhile.
 

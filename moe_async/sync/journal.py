@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,11 @@ class Journal:
         self._inputs.write(json.dumps(entry) + "\n")
         self._inputs.flush()
         self._note(entry)
+
+    def pause(self, learners: Iterable[int], now: float) -> None:
+        """Note that learners leave in order to come back."""
+        for learner in sorted(set(learners) - self.paused):
+            self.add({"kind": "pause", "now": now, "learner": learner})
 
     def _note(self, entry: Entry) -> None:
         self._count += 1

@@ -97,9 +97,8 @@ class MergingServer:
                 self._tick(self.merger)
         self._lobby.close()
         if self._journal is not None and self.merger is not None:
-            for learner in self.merger.syncer.members - self._journal.paused if not self._ending else ():
-                # Told to stop, and so are they: the next syncer waits for them as long as for a beginning.
-                self._journal.add({"kind": "pause", "now": self._now(), "learner": learner})
+            # Told to stop, and so are they: the next syncer waits for them as long as for a beginning.
+            self._journal.pause(() if self._ending else self.merger.syncer.members, self._now())
             self._journal.close()
 
     @property
@@ -251,7 +250,9 @@ class MergingServer:
     def _dismiss(self, seat: Seat, merger: Merger) -> None:
         """Give a learner what came out of the run."""
         self._route(merger.publish_all(seat.learner, self._now()))
-        seat.send({"kind": "final", **merger.staleness.by_learner()})
+        # All end with the same weights, so one evaluates them: learner 0, unless it died and is not back.
+        reporter = min(learner for learner, other in self._lobby.seats.items() if other.joined)
+        seat.send({"kind": "final", "reporter": reporter, **merger.staleness.by_learner()})
 
     def _report(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         self.reports[seat.learner] = dict(header["summary"])
@@ -284,8 +285,8 @@ class MergingServer:
         seat.left.add(rank)
 
     def _pause(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
-        if not seat.paused:
-            self._input({"kind": "pause", "now": self._now(), "learner": seat.learner})
+        if self._journal is not None:
+            self._journal.pause([seat.learner], self._now())
         seat.paused = self._paused = True
 
     def _count_out(self, learner: int) -> None:

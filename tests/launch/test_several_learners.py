@@ -82,6 +82,9 @@ def test_a_run_of_two_learners(tmp_path):
     assert found["tokens"] == sum(entry["tokens"] for entry in found["learners"].values())
     assert abs(sum(entry["steps"] for entry in found["learners"].values()) - 24) <= 4
     check_ledger(tmp_path / "runs" / "several")
+    lines = (tmp_path / "runs" / "several" / "learner-0" / "metrics.jsonl").read_text().splitlines()
+    ages = [age for line in lines if (age := json.loads(line).get("data_age")) is not None]
+    assert ages and max(ages) <= found["learners"]["0"]["staleness"]["data_age"]["max"]
     checkpoints = list((tmp_path / "runs" / "several").glob("learner-*/checkpoints/step_*"))
     assert {path.parent.parent.name for path in checkpoints} == {"learner-0", "learner-1"}
 
@@ -117,13 +120,14 @@ def test_one_killed_rank_takes_its_learner_along_and_no_other(tmp_path):
 
 
 def test_a_learner_that_comes_back_after_the_end_gets_what_came_out(tmp_path):
-    """Learner 0 does the rest of the run alone; learner 1 finds nothing to do and leaves."""
+    """Learner 1 does the rest of the run alone, and evaluates; learner 0 finds nothing to do and leaves."""
     run = start(tmp_path, steps=20)
-    run.wait_for("learner 1] step 5/")
-    for victim in processes(run, "moe_async.train", "--learner 1"):
+    run.wait_for("learner 0] step 5/")
+    for victim in processes(run, "moe_async.train", "--learner 0"):
         victim.send_signal(signal.SIGKILL)
     assert run.wait() == 0, run.text()
-    assert summary(tmp_path)["learners"]["0"]["steps"] > 20
+    found = summary(tmp_path)
+    assert found["learners"]["1"]["steps"] > 20 and found["heldout_bits_per_byte"] > 0
 
 
 def test_a_killed_syncer_comes_back_as_it_was(tmp_path):

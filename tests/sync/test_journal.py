@@ -81,8 +81,9 @@ def test_a_merger_comes_back_as_it_was(tmp_path, snapshots, kills):
 
 def test_who_left_in_order_to_come_back_is_known_afterwards(tmp_path):
     journal = Journal(tmp_path)
-    for kind, learner in (("pause", 0), ("pause", 1), ("join", 0), ("pause", 2)):
-        journal.add({"kind": kind, "now": 1.0, "learner": learner, "incarnation": 0, "clock": None})
+    journal.pause([0, 1], 1.0)
+    journal.add({"kind": "join", "now": 1.0, "learner": 0, "incarnation": 0, "clock": None})
+    journal.pause([1, 2], 1.0)
     assert journal.paused == {1, 2}
     journal.close()
     again = Journal(tmp_path)
