@@ -15,6 +15,9 @@ from moe_async.comm.connection import Connection
 from moe_async.comm.session import Header, knock
 from moe_async.errors import CommunicationError, PlaceTakenError, SyncError
 
+_REPLY_TIMEOUTS = 10
+"""An answer to a hello may take so many time limits, as long as there are signs of life."""
+
 _ORDERED = ("welcome", "publication", "final", "begin", "go", "halt")
 """Kinds of messages that all ranks of a learner get in the same order."""
 
@@ -83,7 +86,8 @@ class SyncerLink:
             CommunicationError: it goes away.
         """
         with self._news:
-            self._news.wait_for(lambda: self._reply is not None or self.lost, self.timeout)
+            # Before it answers the first learner, the syncer makes the model; silence is noticed by the connection.
+            self._news.wait_for(lambda: self._reply is not None or self.lost, _REPLY_TIMEOUTS * self.timeout)
             reply = self._reply
         if reply is None:
             raise CommunicationError(f"the syncer at {self.host}:{self.port} went away before it answered.")
