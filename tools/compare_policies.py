@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -105,20 +106,25 @@ class Comparison:
         return found
 
     def _kill(self, process: subprocess.Popen[bytes], output: Path, victim: str, seed: int) -> None:
-        """Wait for a step between a quarter and three quarters of the run, and kill what there is of the victim."""
+        """Wait for a place between a quarter and three quarters of the run, and kill what there is of the victim."""
         chance = random.Random(seed)
         steps = load_recipe(self.recipe, self.overrides).train.steps
-        learner = chance.randrange(self.learners)
-        line = f"learner {learner}] step {chance.randint(steps // 4, 3 * steps // 4)}/"
-        while line not in output.read_text():
+        learner, place = chance.randrange(self.learners), chance.randint(steps // 4, 3 * steps // 4)
+        while _mean_steps(output.read_text(), self.learners) < place:
             if process.poll() is not None:
-                raise MoeAsyncError(f"the run ended before {line!r} was printed:\n{output.read_text()}")
+                raise MoeAsyncError(f"the run ended before step {place}:\n{output.read_text()}")
             time.sleep(0.05)
         words = ["moe_async.syncer"] if victim == "syncer" else ["moe_async.train", f"--learner {learner}"]
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if all(word in " ".join(child.cmdline()) for word in words):
                     child.kill()
+
+
+def _mean_steps(text: str, learners: int) -> float:
+    """Steps that learners have made on average, by what a launch has printed."""
+    steps = {learner: int(step) for learner, step in re.findall(r"learner (\d+)\] step (\d+)/", text)}
+    return sum(steps.values()) / learners
 
 
 def default_policies(learners: int, steps: int) -> list[str]:

@@ -48,6 +48,11 @@ def test_what_is_wrong_is_said_before_the_first_run(recipe, capsys):
     ]  # fmt: skip
 
 
+def test_the_place_of_a_run_is_the_mean_of_what_was_printed():
+    text = "[learner 0] step 3/9  loss\n[learner 1] step 1/9 loss\n[learner 0] step 4/9 loss\nlearner 2 is here\n"
+    assert compare_policies._mean_steps(text, 4) == 5 / 4
+
+
 def test_staleness_is_the_largest_of_all_learners():
     rows = [{"median": 0, "p95": 2, "max": 2}, {"median": 1, "p95": 1, "max": 5}, None]
     learners = {str(n): {"staleness": {"version_lag": row}} for n, row in enumerate(rows)}
