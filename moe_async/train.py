@@ -150,13 +150,11 @@ class Session:
         if trainer.first_evaluation is None and self.reports:
             trainer.evaluate()
         if trainer.run():
-            if trainer.exchange is not None and not trainer.exchange.reports:
-                self._leave({})
-                return
-            if not trainer.evaluated:
+            reports = trainer.exchange is None or trainer.exchange.reports
+            if reports and not trainer.evaluated:
                 # Nothing was trained, because the run had been stopped at this very step.
                 trainer.evaluate()
-            self._leave(self._report())
+            self._leave(self._report() if reports else {})
         else:
             if trainer.exchange is not None:
                 trainer.exchange.pause()
@@ -179,12 +177,14 @@ class Session:
             self.trainer.exchange.leave()
 
     def _is_reported(self) -> bool:
-        """Whether the folder's summary is of the step at which the run now is."""
+        """Whether the folder's summary is of the step at which the run now is, and no other learner waits for this."""
         try:
             summary = json.loads(self.folder.summary.read_text())
         except (OSError, ValueError):
             return False
-        return isinstance(summary, dict) and summary.get("step") == self.trainer.engine.global_step
+        return (
+            self.seat is None and isinstance(summary, dict) and summary.get("step") == self.trainer.engine.global_step
+        )
 
     def _prepare_folder(self) -> None:
         """Write down what is run, and put aside what an interrupted run wrote after this one's first step."""

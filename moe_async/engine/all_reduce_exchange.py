@@ -86,6 +86,11 @@ class AllReduceExchange(LearnerExchange):
         return self._finished
 
     @property
+    def apart(self) -> int:
+        """A learner is at most at the end of the round behind the one at whose beginning another is."""
+        return 2 * min(phase.every for group in self.groups for phase in group.plan.phases)
+
+    @property
     def joint(self) -> JointMerger:
         """This rank's copy of the merger; there once `start` has returned."""
         assert self._joint is not None

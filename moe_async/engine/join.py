@@ -73,7 +73,8 @@ def _comeback(checkpoint: Path, world: World) -> Header:
     """Who a saved learner was.
 
     Raises:
-        CheckpointError: the checkpoint is of a learner on its own, or of another number of ranks.
+        CheckpointError: the checkpoint is of a learner on its own, or of another number of ranks or expert-parallel
+            size.
     """
     manifest = read_manifest(checkpoint)
     state = manifest.trainer.get("exchange")
@@ -82,10 +83,12 @@ def _comeback(checkpoint: Path, world: World) -> Header:
             f"{checkpoint} is of a learner that had not joined a run, so it has no place to come back to. Leave "
             "--resume out to join with the newest shared weights."
         )
-    if manifest.world_size != world.size:
+    saved, own = (manifest.world_size, manifest.expert_parallel), (world.size, world.topology.expert_parallel)
+    if saved != own:
         raise CheckpointError(
-            f"{checkpoint} is of {manifest.world_size} ranks but this learner has {world.size}; what each rank had "
-            "under way is its own. Start as many ranks, or leave --resume out to join with the newest shared weights."
+            f"{checkpoint} is of {saved[0]} ranks with expert-parallel size {saved[1]} but this learner has {own[0]} "
+            f"with {own[1]}; what each rank had under way is its own. Start it with the same, or leave --resume out to "
+            "join with the newest shared weights."
         )
     if state.get("via") == "all_reduce":
         # Learners that add up among themselves begin anew together; the syncer knows nothing of an earlier life.

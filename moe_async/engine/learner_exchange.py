@@ -76,7 +76,7 @@ class LearnerExchange(ABC):
         self._participant: Participant | None = None
         self.to_send = False
         self.latest_age: int | None = None
-        self._began = time.monotonic()
+        self._began, self._seconds_before = time.monotonic(), 0.0
         self._last_tokens = 0
 
     @property
@@ -109,6 +109,11 @@ class LearnerExchange(ABC):
     def reports(self) -> bool:
         """Whether this learner evaluates what came out of the run, for all: they end with the same weights."""
         return self.seat.learner == 0
+
+    @property
+    def apart(self) -> int:
+        """Steps by which learners may be apart that can only go on together; 0 where each can by itself."""
+        return 0
 
     @abstractmethod
     def start(self) -> bool:
@@ -173,7 +178,12 @@ class LearnerExchange(ABC):
         self.figures.sent, self.figures.received = self._world.everyone.all_reduce(traffic).tolist()
         staleness, discarded = self._merged()
         staleness = {**staleness, "data_age": self.ages.summary(self.seat.learner)["data_age"]}
-        return self.figures.summary(time.monotonic() - self._began, staleness, discarded)
+        return self.figures.summary(self._seconds, staleness, discarded)
+
+    @property
+    def _seconds(self) -> float:
+        """Since it began, without the time between a stop and going on."""
+        return self._seconds_before + time.monotonic() - self._began
 
     # What a checkpoint keeps: policies, views, figures, and what a form has under way.
 
@@ -187,8 +197,10 @@ class LearnerExchange(ABC):
             "incarnation": self.seat.incarnation,
             "clock": self.clock,
             "to_send": self.to_send,
+            "last_tokens": self._last_tokens,
             "sync": self.participant.sync.state_dict(),
             "figures": asdict(self.figures),
+            "seconds": self._seconds,
             "ages": self.ages.state_dict(),
         }
 
@@ -224,8 +236,9 @@ class LearnerExchange(ABC):
         unsent = {name.removeprefix(_CONTRIBUTION): tensors[name] for name in tensors if name.startswith(_CONTRIBUTION)}
         self.model.load_contribution(unsent)
         self.figures = LearnerFigures(**state["figures"])
+        self._began, self._seconds_before = time.monotonic(), state["seconds"]
         self.ages.load_state_dict(state["ages"])
-        self.to_send = state["to_send"]
+        self.to_send, self._last_tokens = state["to_send"], state["last_tokens"]
 
     # For the forms.
 

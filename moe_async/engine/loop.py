@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -229,11 +230,17 @@ class Trainer:
             self.engine.bridge,
             dump_recipe(self.recipe),
             self.state_dict(),
-            self.recipe.train.keep_checkpoints,
+            self._kept_checkpoints(),
             None if self.exchange is None else self.exchange.tensors(),
         )
         self.saved_step = step
         return self.saved_path
+
+    def _kept_checkpoints(self) -> int:
+        """How many stay: learners that can only go on together need some of one round, however far apart they are."""
+        keep, every = self.recipe.train.keep_checkpoints, self.recipe.train.checkpoint_every
+        apart = 0 if self.exchange is None else self.exchange.apart
+        return max(keep, math.ceil(apart / every) + 1) if every and apart else keep
 
     def resume(self, checkpoint: Path) -> None:
         """Continue from a checkpoint. Every rank calls it; blocks.
@@ -254,7 +261,10 @@ class Trainer:
             own = manifest.trainer["exchange"]
             self.rejoins = not self.exchange.continues(own)
             if self.rejoins:
-                # Its optimizer goes on; the place in the text follows from that in the run.
+                # Its optimizer goes on; the place in the text follows from that in the run. What it had in flight, its
+                # former life has applied.
+                if self.engine.bridge.delayed is not None:
+                    self.engine.bridge.delayed.load_state([])
                 self._stream = TrainStream(self.corpus, self.recipe.data.seq_len, self.recipe.data.seed)
             else:
                 self.exchange.restore(own, load_exchange(checkpoint, self.world.rank))

@@ -319,7 +319,8 @@ class Engine:
         """
         if self._inside_step:
             raise EngineError("drain was called in the middle of a step; finish the step with step() before.")
-        self.bridge.set_learning_rate(learning_rate(self._optim, min(self.global_step, self.steps) - 1, self.steps))
+        place = min(self.global_step + self.ahead, self.steps) - 1
+        self.bridge.set_learning_rate(learning_rate(self._optim, place, self.steps))
         return self.bridge.drain()
 
 

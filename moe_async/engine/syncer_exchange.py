@@ -133,7 +133,9 @@ class SyncerExchange(LearnerExchange):
         self._send(last=True)
         self.to_send = False
         self._finishing = {"kind": "finish"}
-        self.link.send(self._finishing)
+        if self._offline_since is None:
+            # On a new connection it goes out behind what is sent again.
+            self.link.send(self._finishing)
         while not self.closing:
             self._check_patience()
             if not self._wait() and not self.closing:

@@ -30,6 +30,10 @@ Entry = dict[str, Any]
 _STATE, _TENSORS, _INPUTS, _HELLO = "state.json", "tensors.safetensors", "inputs.jsonl", "hello.json"
 
 
+_STATES_OF_ROOM, _LEAST_ROOM = 8, 2**28
+"""Payloads may take so many times the room of a snapshot, and so many bytes in any case, before the next snapshot."""
+
+
 def apply_input(merger: Merger, entry: Entry, payload_X: Tensor | None) -> list[Outgoing]:
     """Tell the merger what an entry says."""
     now, kind = entry["now"], entry["kind"]
@@ -76,6 +80,7 @@ class Journal:
         self.number = max((int(path.name.split("-")[1]) for path in folder.glob("snapshot-*")), default=0)
         self._count = 0
         self.paused: set[int] = set()
+        self._payloads = self._payload_bytes = self._state_bytes = 0
         self._open()
 
     def _open(self) -> None:
@@ -98,15 +103,23 @@ class Journal:
             entry = {**entry, "payload": self._count}
         self._inputs.write(json.dumps(entry) + "\n")
         self._inputs.flush()
-        self._note(entry)
+        self._note(entry, payload_X)
+
+    def is_long(self, updates: int) -> bool:
+        """Whether it has so many updates since the last snapshot, or takes far more room than that."""
+        room = max(_STATES_OF_ROOM * self._state_bytes, _LEAST_ROOM)
+        return self._payloads >= updates or self._payload_bytes > room
 
     def pause(self, learners: Iterable[int], now: float) -> None:
         """Note that learners leave in order to come back."""
         for learner in sorted(set(learners) - self.paused):
             self.add({"kind": "pause", "now": now, "learner": learner})
 
-    def _note(self, entry: Entry) -> None:
+    def _note(self, entry: Entry, payload_X: Tensor | None) -> None:
         self._count += 1
+        if payload_X is not None:
+            self._payloads += 1
+            self._payload_bytes += payload_X.nbytes
         if entry["kind"] == "pause":
             self.paused.add(entry["learner"])
         elif entry["kind"] == "join":
@@ -142,6 +155,8 @@ class Journal:
         save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, aside / _TENSORS)
         (aside / _STATE).write_text(json.dumps(state))
         aside.rename(self.folder / f"snapshot-{number}")
+        self._state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._payloads = self._payload_bytes = 0
         self._inputs.close()
         old, self.number, self._count = self.number, number, 0
         self._open()
@@ -186,7 +201,7 @@ class Journal:
             merger.load_tensors(tensors)
         for entry, payload_X in self.entries():
             apply_input(merger, entry, payload_X)
-            self._note(entry)
+            self._note(entry, payload_X)
             last = entry["now"]
         return last
 

@@ -131,7 +131,12 @@ class Lobby:
         if clock is None:
             self.incarnations[learner] = self.incarnations.get(learner, -1) + 1
         elif header["incarnation"] != self.incarnations.get(learner):
-            self.refuse(connection, f"learner {learner} has been started anew meanwhile.")
+            anew = f"learner {learner} has been started anew meanwhile."
+            unknown = (
+                f"this run has had no learner {learner} yet, so none can come back. Start the syncer with the --folder "
+                "of the run that the learner was in, or the learner without --resume."
+            )
+            self.refuse(connection, anew if learner in self.incarnations else unknown)
             return None
         topology = Topology(int(header["world_size"]), int(header["expert_parallel"]), num_experts)
         seat = Seat(learner, self.incarnations[learner], topology, clock)

@@ -36,6 +36,8 @@ from moe_async.sync.seats import Seat
 from moe_async.sync.syncer_policy import read_header
 
 _IDLE_SECONDS = 0.5
+_GRACE_SECONDS = 3.0
+"""A learner that has lost a connection may take so long to be back before nobody waits for it."""
 
 
 class MergingServer:
@@ -68,7 +70,6 @@ class MergingServer:
         self._describe, self._compare, self._say = describe, compare, say
         self._start_after, self._snapshot_every = start_after, snapshot_every
         self._journal: Journal | None = None
-        self._since_snapshot = 0
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._began, self._offset = time.monotonic(), 0.0
         self._first_ready: float | None = None
@@ -277,9 +278,9 @@ class MergingServer:
             if seat.paused:
                 self._absent[seat.learner] = self._now() + self._lobby.timeout
             elif seat.joined:
-                # It died, so it is started anew: the run has not been told to stop.
+                # It died, so it is started anew: the run has not been told to stop. Or only a connection was lost.
                 self._paused = False
-                self._count_out(seat.learner)
+                self._absent[seat.learner] = self._now() + min(_GRACE_SECONDS, self._lobby.timeout)
 
     def _bye(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         seat.left.add(rank)
@@ -309,7 +310,7 @@ class MergingServer:
             log = EventLog(run.folder / "events.jsonl", keep=False, size=journal.state().get("log_size", 0))
             merger = Merger(run.groups, run.initial, run.learners, log, run.schedule)
             recovered = journal.recover(merger)
-        except MoeAsyncError:
+        except Exception:
             # Nothing of it may stay: the next one who knocks would go on with a part.
             journal.close()
             raise
@@ -331,9 +332,7 @@ class MergingServer:
         assert self.merger is not None and self._journal is not None
         self._journal.add(entry, payload_X)
         self._route(apply_input(self.merger, entry, payload_X))
-        self._since_snapshot += payload_X is not None
-        if self._since_snapshot >= self._snapshot_every:
-            self._since_snapshot = 0
+        if self._journal.is_long(self._snapshot_every):
             state = {"merger": self.merger.state_dict(), "now": self._now(), "log_size": self.merger.log.size()}
             self._journal.snapshot(state, self.merger.tensors())
 

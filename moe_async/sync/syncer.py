@@ -73,8 +73,10 @@ class Syncer:
             clock: its steps, when only its connection had been lost; None: it begins where the others are.
         """
         if clock is not None and learner in self.members and self.incarnations[learner] == incarnation:
-            # It was never counted out.
-            return [Welcome(learner, incarnation, clock), *self.publish_all(learner)]
+            # It was never counted out. One that is held back by a bound stays so.
+            policies = [policy for policy in self.policies if not policy.holds(learner)]
+            values = [decision for policy in policies for decision in policy.publish_all(learner)]
+            return [Welcome(learner, incarnation, clock), *values]
         decisions = self.leave(learner, now)
         if clock is None:
             bound = [policy for policy in self.policies if policy.settings.clock_bound is not None]
@@ -134,6 +136,7 @@ class Syncer:
         return any(
             self.has_received(UpdateId(learner, incarnation, sequence, fragment))
             for fragment, sequence in sequences.items()
+            if fragment in self._of
         )
 
     def pending(self) -> set[UpdateId]:

@@ -141,6 +141,10 @@ class SyncerPolicy:
         """The shared values as they are, for one member."""
         return [self._publication(learner, fragment) for fragment in self.versions]
 
+    def holds(self, learner: int) -> bool:
+        """Whether a learner gets nothing before others have caught up."""
+        return learner in self._held
+
     def has_received(self, update: UpdateId) -> bool:
         """Whether an update has come; numbers of one life only grow."""
         incarnation, sequence = self._received.get((update.learner, update.fragment), (-1, -1))

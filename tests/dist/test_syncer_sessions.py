@@ -40,10 +40,10 @@ def hello(learner, ranks=1, recipe=RECIPE, **more):
     return {**make_hello(recipe, World(), learner), "world_size": ranks, **more}
 
 
-def sit_down(syncer, place, ranks=1, ready=True, timeout=20.0, recipe=RECIPE, **more):
+def sit_down(syncer, place, ranks=1, ready=True, timeout=20.0, of=RECIPE, **more):
     """The links of a learner's ranks, with a seat."""
     links = [SyncerLink(*syncer.address, timeout) for _ in range(ranks)]
-    seat = take_seat(links[0], {**hello(place, ranks, recipe), **more}, World(), 5.0)
+    seat = take_seat(links[0], {**hello(place, ranks, of), **more}, World(), 5.0)
     for rank in range(1, ranks):
         links[rank].connect(rank_hello(seat, SimpleNamespace(rank=rank)), 5.0)
     if ready:
@@ -176,14 +176,41 @@ def test_a_syncer_that_was_told_to_stop_waits_for_its_learners(tmp_path):
     document["sync"]["timeout"] = 4.0
     recipe = Recipe.model_validate(document)
     syncer = Syncer(tmp_path)
-    links = [*sit_down(syncer, 0, recipe=recipe, timeout=6.0), *sit_down(syncer, 1, recipe=recipe, timeout=6.0)]
+    links = [*sit_down(syncer, 0, of=recipe, timeout=6.0), *sit_down(syncer, 1, of=recipe, timeout=6.0)]
     assert eventually(lambda: all(link.received == 3 for link in links))
     syncer = restarted(syncer, tmp_path, *links)
-    (link,) = sit_down(syncer, 0, recipe=recipe, timeout=6.0, incarnation=0, clock=0)
+    (link,) = sit_down(syncer, 0, of=recipe, timeout=6.0, incarnation=0, clock=0)
     assert eventually(lambda: link.received >= 3)
     time.sleep(6.0)
     assert syncer.server.merger.syncer.members == {0, 1}
     link.leave()
+    syncer.close()
+
+
+def test_a_lost_connection_is_no_death(tmp_path):
+    """A learner that is back at once is never counted out: those who wait for all would go on without it."""
+    syncer = Syncer(tmp_path)
+    links = [*sit_down(syncer, 0), *sit_down(syncer, 1)]
+    assert eventually(lambda: all(link.received == 3 for link in links))
+    links[0].disconnect()
+    assert eventually(lambda: any("learner 0 is gone" in line for line in syncer.said))
+    (again,) = sit_down(syncer, 0, incarnation=0, clock=0)
+    assert eventually(lambda: again.received >= 3)
+    links[1].disconnect()
+    assert eventually(lambda: syncer.server.merger.syncer.members == {0}, 15)
+    events = [(e["event"], e["learner"]) for e in read_entries(tmp_path / "events.jsonl") if "learner" in e]
+    assert [event for event in events if event[0] in ("welcome", "farewell")] == [
+        ("welcome", 0), ("welcome", 1), ("welcome", 0), ("farewell", 1),
+    ]  # fmt: skip
+    again.leave()
+    syncer.close()
+
+
+def test_who_the_syncer_has_never_seen_cannot_come_back(tmp_path):
+    syncer = Syncer(tmp_path)
+    for sequences in ({}, {"sequences": {"0": 1, "7": 1}}):
+        with pytest.raises(SyncError, match="this run has had no learner 0 yet.* Start the syncer with the --folder"):
+            sit_down(syncer, 0, incarnation=0, clock=2, **sequences)
     syncer.close()
 
 

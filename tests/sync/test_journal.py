@@ -10,6 +10,7 @@ import torch
 
 from moe_async.errors import SyncError
 from moe_async.ops.outer import Outer
+from moe_async.sync import journal as journal_module
 from moe_async.sync import presets
 from moe_async.sync.journal import Journal, apply_input
 from moe_async.sync.merger import Merger
@@ -88,6 +89,23 @@ def test_who_left_in_order_to_come_back_is_known_afterwards(tmp_path):
     journal.close()
     again = Journal(tmp_path)
     assert again.recover(new_merger()) == 1.0 and again.paused == {1, 2}
+
+
+def test_a_journal_is_long_by_number_and_by_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_LEAST_ROOM", 1000)
+    journal = Journal(tmp_path)
+    entry = {"kind": "arrive", "now": 1.0}
+    for _ in range(2):
+        assert not journal.is_long(2)
+        journal.add(entry, torch.zeros(10))
+    assert journal.is_long(2) and not journal.is_long(3)
+    journal.add(entry, torch.zeros(300))
+    assert journal.is_long(200)
+    journal.snapshot({}, {"value": torch.zeros(100)})
+    journal.add(entry, torch.zeros(700))
+    assert not journal.is_long(200)
+    journal.add(entry, torch.zeros(200))
+    assert journal.is_long(200)
 
 
 def test_a_new_folder_has_nothing_to_recover(tmp_path):

@@ -343,6 +343,19 @@ def test_settings_out_of_range_are_refused(match, values):
         PolicySettings(**values)
 
 
+@pytest.mark.parametrize("aggregate", ["push", "clock"])
+def test_one_that_is_held_back_stays_so_when_only_its_connection_was_lost(aggregate):
+    plan = PolicyPlan((presets.ssp(SGD, 0, aggregate),))
+    syncer = Syncer([group(plan, [slice(0, 1)])], 2)
+    for learner in (0, 1):
+        syncer.join(learner, 0, 0.0)
+    syncer.arrive(header(0, clock=1), 1.0)
+    assert syncer.join(0, 0, 2.0, clock=1) == [Welcome(0, 0, 1)]
+    decisions = syncer.arrive(header(1, clock=1), 3.0)
+    assert {entry.learner for entry in decisions if isinstance(entry, Publication)} == {0, 1}
+    assert [type(entry) for entry in syncer.join(0, 0, 4.0, clock=1)] == [Welcome, Publication]
+
+
 def test_an_overlap_lasts_less_than_a_period():
     with pytest.raises(SyncError, match=r"overlap is 4 but .* every 4 steps, .* Use overlap: 3 at most"):
         presets.streaming_diloco(4, 2, 4)
