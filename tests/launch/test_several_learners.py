@@ -157,7 +157,8 @@ def test_a_syncer_killed_after_the_learners_had_finished_does_not_keep_the_run(t
     syncer.send_signal(signal.SIGKILL)
     learner.resume()
     assert run.wait(60) == 0, run.text()
-    assert "the syncer missed the end of the run" in run.text()
+    # Who had its last words has left; who had not comes back to the next syncer, which then has something to show.
+    assert ("the syncer missed the end of the run" in run.text()) != ("time computing" in run.text()), run.text()
 
 
 def test_ctrl_c_saves_and_ends_everything(tmp_path):
