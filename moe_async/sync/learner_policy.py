@@ -170,9 +170,11 @@ class LearnerPolicy:
             self.phase = max(self.phase, entry.phase)
             self._in_flight[entry.fragment] = [flight for flight in flights if flight[0] > entry.settled]
             self._released = max(self._released, entry.seen)
-            self._position.hear(entry.progress, entry.seen)
-            # A value that comes again, as after a lost connection, would undo what was learnt since it was taken.
+            # A value that comes again, as after a lost connection, would undo what was learnt since it was taken. It
+            # tells of others' steps since then, but not of this learner's: its place in the run, and with it the
+            # learning rate, would depend on when the connection came back.
             if adopt or not repeated or self.settings.contribution == "grad":
+                self._position.hear(entry.progress, entry.seen)
                 taken.append(entry)
         return taken
 

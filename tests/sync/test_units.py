@@ -576,6 +576,17 @@ def after(policy, *losses, tokens=5):
     return policy.due_updates()
 
 
+def test_a_value_that_comes_again_moves_no_learner_in_the_schedule():
+    """After a lost connection the syncer sends what it has; by then another learner may have sent its next update."""
+    policy = learner_of(presets.diloco(3))
+    after(policy, 1.0, 1.0, 1.0)
+    policy.receive(Publication(0, 1, 1, 0, settled=0, progress=3.0, seen=3))
+    assert len(policy.takes()) == 1 and not policy.must_wait()
+    after(policy, 1.0)
+    policy.receive(Publication(0, 1, 1, 0, settled=0, progress=4.5, seen=3))
+    assert policy.takes() == [] and policy.position() == 4.0
+
+
 def test_an_update_tells_what_was_done_since_the_last():
     policy = learner_of(presets.decoupled(2))
     assert after(policy, 4.0) == []
