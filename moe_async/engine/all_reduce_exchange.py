@@ -24,19 +24,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_async.comm import World
 from moe_async.comm.peers import PeerGroup, meet_peers
 from moe_async.comm.session import Header
-from moe_async.engine.learner_exchange import LearnerExchange
-from moe_async.engine.learner_model import RankModel
-from moe_async.engine.seat import Seat
-from moe_async.engine.stop import StopFlag
-from moe_async.engine.syncer_link import SyncerLink
+from moe_async.engine.learner_exchange import LearnerExchange, LearnerParts
 from moe_async.errors import CommunicationError, SyncError
 from moe_async.sync.event_log import EventLog
 from moe_async.sync.joint import JointMerger
 from moe_async.sync.messages import UpdateHeader
-from moe_async.sync.syncer import SyncGroup
 from moe_async.sync.syncer_policy import read_header
 
 _READY: Header = {"kind": "ready"}
@@ -54,25 +48,14 @@ class AllReduceExchange(LearnerExchange):
     """The form in which learners of fixed membership add up among themselves.
 
     Args:
+        parts: what it works with.
         events: the run's own event log, on rank 0 of learner 0; None elsewhere.
-        others: as in `LearnerExchange`.
     """
 
     via: ClassVar[str] = "all_reduce"
 
-    def __init__(
-        self,
-        model: RankModel,
-        groups: Sequence[SyncGroup],
-        experts: Sequence[str],
-        world: World,
-        link: SyncerLink,
-        seat: Seat,
-        stop: StopFlag,
-        log: EventLog | None = None,
-        events: Path | None = None,
-    ) -> None:
-        super().__init__(model, groups, experts, world, link, seat, stop, log)
+    def __init__(self, parts: LearnerParts, events: Path | None = None) -> None:
+        super().__init__(parts)
         self._events = events
         self._peers: PeerGroup | None = None
         self._joint: JointMerger | None = None

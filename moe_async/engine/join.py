@@ -12,7 +12,7 @@ from moe_async.comm.session import Header
 from moe_async.engine.all_reduce_exchange import AllReduceExchange
 from moe_async.engine.checkpoint_folder import read_manifest
 from moe_async.engine.door import make_hello
-from moe_async.engine.learner_exchange import LearnerExchange
+from moe_async.engine.learner_exchange import LearnerExchange, LearnerParts
 from moe_async.engine.learner_model import RankModel
 from moe_async.engine.run_folder import RunFolder
 from moe_async.engine.seat import Seat, take_seat
@@ -116,11 +116,18 @@ def make_exchange(
     groups = sync_groups(recipe, engine.module)
     fragments = [fragment for group in groups for fragment in group.fragments]
     world = engine.world
-    model, experts = RankModel(engine.bridge, fragments), expert_modules(engine.module)
-    log = EventLog(folder.events, keep=False) if world.rank == 0 else None
+    parts = LearnerParts(
+        RankModel(engine.bridge, fragments),
+        groups,
+        expert_modules(engine.module),
+        world,
+        link,
+        seat,
+        stop,
+        EventLog(folder.events, keep=False) if world.rank == 0 else None,
+    )
     if recipe.sync.via == "all_reduce":
         # The decisions are the same everywhere, and one of all ranks writes them down.
         events = folder.path.parent / folder.events.name if world.rank == 0 and seat.learner == 0 else None
-        return AllReduceExchange(model, groups, experts, world, link, seat, stop, log, events)
-    hello = make_hello(recipe, world, seat.learner)
-    return SyncerExchange(model, groups, experts, world, link, seat, hello, stop, log)
+        return AllReduceExchange(parts, events)
+    return SyncerExchange(parts, make_hello(recipe, world, seat.learner))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 _PARTICIPANT, _CONTRIBUTION = "participant/", "contribution/"
 
 
-class LearnerExchange(ABC):
-    """Exchanges what a learner learns. Every rank has one and calls its methods together.
+@dataclass(frozen=True)
+class LearnerParts:
+    """What an exchange works with on one rank of a learner.
 
-    Args:
+    Attributes:
         model: this rank's part of the model.
         groups: what is exchanged under which policy.
         experts: of each MoE layer in module order, the prefix of its experts (`moe_async.model.keys.expert_modules`).
@@ -46,8 +47,27 @@ class LearnerExchange(ABC):
         seat: the learner's place.
         stop: raised when the run shall end early.
         log: where takes and sends are noted, on rank 0; None elsewhere.
+    """
+
+    model: RankModel
+    groups: Sequence[SyncGroup]
+    experts: Sequence[str]
+    world: World
+    link: SyncerLink
+    seat: Seat
+    stop: StopFlag
+    log: EventLog | None = None
+
+
+class LearnerExchange(ABC):
+    """Exchanges what a learner learns. Every rank has one and calls its methods together.
+
+    Args:
+        parts: what it works with.
 
     Attributes:
+        seat: the learner's place.
+        link: this rank's link to the syncer.
         figures, ages: what this learner did so far.
         to_send: the updates of this boundary between steps are still to be sent.
         latest_age: the largest data age of its updates that were settled since the last step; None: none was.
@@ -56,23 +76,12 @@ class LearnerExchange(ABC):
     via: ClassVar[str]
     """The form's name in recipes."""
 
-    def __init__(
-        self,
-        model: RankModel,
-        groups: Sequence[SyncGroup],
-        experts: Sequence[str],
-        world: World,
-        link: SyncerLink,
-        seat: Seat,
-        stop: StopFlag,
-        log: EventLog | None = None,
-    ) -> None:
-        self.seat = seat
-        self.link = link
+    def __init__(self, parts: LearnerParts) -> None:
+        self.seat, self.link = parts.seat, parts.link
         self.figures = LearnerFigures()
         self.ages = StalenessTally()
-        self.model, self.groups, self._experts = model, tuple(groups), list(experts)
-        self._world, self._stop, self._log = world, stop, log
+        self.model, self.groups, self._experts = parts.model, tuple(parts.groups), list(parts.experts)
+        self._world, self._stop, self._log = parts.world, parts.stop, parts.log
         self._participant: Participant | None = None
         self.to_send = False
         self.latest_age: int | None = None

@@ -18,17 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_async.comm import World
 from moe_async.comm.session import Header
-from moe_async.engine.learner_exchange import LearnerExchange
-from moe_async.engine.learner_model import RankModel
-from moe_async.engine.seat import Seat, given_seat, rank_hello
-from moe_async.engine.stop import StopFlag
-from moe_async.engine.syncer_link import SyncerLink
+from moe_async.engine.learner_exchange import LearnerExchange, LearnerParts
+from moe_async.engine.seat import given_seat, rank_hello
 from moe_async.errors import CommunicationError, PlaceTakenError, SyncError
-from moe_async.sync.event_log import EventLog
 from moe_async.sync.messages import Publication
-from moe_async.sync.syncer import SyncGroup
 
 _READY: Header = {"kind": "ready"}
 _SLICE_SECONDS = 0.2
@@ -43,8 +37,8 @@ class SyncerExchange(LearnerExchange):
     """The form in which the syncer merges what learners send it.
 
     Args:
+        parts: what it works with.
         hello: what rank 0 says when it has to come back.
-        others: as in `LearnerExchange`.
 
     Attributes:
         closing: the syncer's last message; empty before it.
@@ -52,26 +46,15 @@ class SyncerExchange(LearnerExchange):
 
     via: ClassVar[str] = "syncer"
 
-    def __init__(
-        self,
-        model: RankModel,
-        groups: Sequence[SyncGroup],
-        experts: Sequence[str],
-        world: World,
-        link: SyncerLink,
-        seat: Seat,
-        hello: Header,
-        stop: StopFlag,
-        log: EventLog | None = None,
-    ) -> None:
-        super().__init__(model, groups, experts, world, link, seat, stop, log)
+    def __init__(self, parts: LearnerParts, hello: Header) -> None:
+        super().__init__(parts)
         self.closing: Header = {}
         self._hello = hello
         self._delivered = 0
         self._welcome_clock: int | None = None
         self._offline_since: float | None = None
         self._back = threading.Event()
-        self._given = seat
+        self._given = parts.seat
         self._finishing: Header | None = None
         self._common = 0
         self._stopping = False

@@ -16,6 +16,7 @@ from moe_async.engine.all_reduce_exchange import AllReduceExchange
 from moe_async.engine.door import make_hello
 from moe_async.engine.seat import Seat, take_seat
 from moe_async.engine.stop import StopFlag
+from moe_async.engine.learner_exchange import LearnerParts
 from moe_async.engine.syncer_exchange import SyncerExchange
 from moe_async.engine.syncer_link import SyncerLink
 from moe_async.errors import CheckpointError, SyncError
@@ -236,10 +237,10 @@ def test_checkpoints_of_different_rounds_are_refused(tmp_path):
 
 def test_a_checkpoint_of_the_other_form_is_refused():
     link, seat = SyncerLink("127.0.0.1", 1, 20.0), Seat(0, 0, 2, "run")
-    exchange = AllReduceExchange(None, (), (), World(), link, seat, StopFlag())
+    exchange = AllReduceExchange(LearnerParts(None, (), (), World(), link, seat, StopFlag()))
     with pytest.raises(CheckpointError, match="written with sync.via syncer but this run has all_reduce.*=syncer"):
         exchange.restore({"clock": 3}, {})
-    over_syncer = SyncerExchange(None, (), (), World(), link, seat, {}, StopFlag())
+    over_syncer = SyncerExchange(LearnerParts(None, (), (), World(), link, seat, StopFlag()), {})
     with pytest.raises(CheckpointError, match="written with sync.via all_reduce but this run has syncer"):
         over_syncer.restore({"clock": 3, "via": "all_reduce"}, {})
 

@@ -4,13 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_async.engine import join
+from moe_async.engine import join, loop
 from moe_async.engine.all_reduce_exchange import AllReduceExchange
 from moe_async.engine.learner_exchange import LearnerExchange
 from moe_async.engine.loop import Trainer
+from moe_async.engine.schedule import learning_rate
+from moe_async.engine.step import Engine
 from moe_async.errors import CheckpointError
 from moe_async.sync import presets
 from moe_async.sync.settings import PolicyPlan
+from tests.helpers.small import small_recipe
 
 STATE = {
     "learner": 1, "incarnation": 2, "clock": 9,
@@ -49,3 +52,41 @@ def test_checkpoints_of_a_common_round_stay(monkeypatch):
     assert Trainer._kept_checkpoints(trainer) == 6
     trainer.exchange.apart = 0
     assert Trainer._kept_checkpoints(trainer) == 2
+
+
+@pytest.mark.parametrize("same_life", [True, False])
+def test_what_a_former_life_has_applied_is_not_applied_again(monkeypatch, same_life):
+    """A learner that lived on after its checkpoint begins without what was in flight at that time."""
+    manifest = SimpleNamespace(recipe="", trainer={"exchange": {"incarnation": 0}})
+    monkeypatch.setattr(loop, "read_manifest", lambda path: manifest)
+    monkeypatch.setattr(loop, "parse_recipe", lambda text, name: None)
+    monkeypatch.setattr(loop, "state_differences", lambda saved, recipe: [])
+    monkeypatch.setattr(loop, "load_checkpoint", lambda path, bridge: manifest)
+    monkeypatch.setattr(loop, "load_exchange", lambda path, rank: "tensors")
+    monkeypatch.setattr(loop, "TrainStream", lambda *arguments: "from the beginning")
+    restored, left = [], []
+    trainer = object.__new__(Trainer)
+    trainer.recipe = SimpleNamespace(data=SimpleNamespace(seq_len=1, seed=0))
+    trainer.world, trainer.corpus, trainer._stream = SimpleNamespace(rank=0), None, "as saved"
+    delayed = SimpleNamespace(load_state=left.append)
+    trainer.engine = SimpleNamespace(global_step=4, bridge=SimpleNamespace(delayed=delayed))
+    trainer.load_state_dict = lambda state: None
+    trainer.exchange = SimpleNamespace(
+        continues=lambda state: same_life, restore=lambda state, tensors: restored.append(tensors)
+    )
+    trainer.resume("there")
+    assert trainer.rejoins is not same_life and trainer.saved_path == "there"
+    assert (restored, left, trainer._stream) == (
+        (["tensors"], [], "as saved") if same_life else ([], [[]], "from the beginning")
+    )
+
+
+def test_what_is_drained_has_the_rate_of_the_place_in_the_run():
+    """A slow learner ends after fewer steps of its own than the schedule has gone through."""
+    rates = []
+    engine = object.__new__(Engine)
+    engine.bridge = SimpleNamespace(set_learning_rate=rates.append, drain=list)
+    engine._inside_step, engine.global_step, engine.ahead, engine.steps = False, 10, 9.5, 20
+    engine._optim = small_recipe(optim__schedule={"kind": "cosine", "warmup": 2}).optim
+    engine.drain()
+    assert rates == [learning_rate(engine._optim, 18.5, 20)] != [learning_rate(engine._optim, 9, 20)]

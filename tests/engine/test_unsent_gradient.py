@@ -7,6 +7,7 @@ import torch
 
 from moe_async.comm import World
 from moe_async.engine.balance import BalanceLosses
+from moe_async.engine.learner_exchange import LearnerParts
 from moe_async.engine.learner_model import RankModel
 from moe_async.engine.local_bridge import LocalBridge
 from moe_async.engine.seat import Seat
@@ -55,9 +56,8 @@ def learner(recipe):
     groups = sync_groups(recipe, model)
     rank_model = RankModel(bridge, [fragment for group in groups for fragment in group.fragments])
     stop = StopFlag()
-    exchange = SyncerExchange(
-        rank_model, groups, expert_modules(model), World(bridge.world.topology), Link(), Seat(0, 0, 2, "run"), {}, stop
-    )
+    world, seat = World(bridge.world.topology), Seat(0, 0, 2, "run")
+    exchange = SyncerExchange(LearnerParts(rank_model, groups, expert_modules(model), world, Link(), seat, stop), {})
     engine = Engine(bridge, recipe.optim, BalanceLosses(recipe.moe, torch.device("cpu")), recipe.train.steps)
     return engine, exchange, stop
 
