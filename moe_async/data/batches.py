@@ -98,6 +98,12 @@ class TrainStream:
 
     def skip(self, windows: int) -> None:
         """Go on by that many windows without reading them."""
+        weights = self._corpus.weights
+        if all(float(weight).is_integer() for weight in weights):
+            # So many windows on as the weights sum up to, each domain has had its weight of them, and what follows is
+            # the same: a learner that joins a long run would else count for minutes.
+            rounds, windows = divmod(windows, int(sum(weights)))
+            self._drawn = [count + rounds * int(weight) for count, weight in zip(self._drawn, weights, strict=True)]
         for _ in range(windows):
             self._draw()
 

@@ -74,6 +74,19 @@ def test_no_domain_strays_from_its_share(weights: tuple[float, ...]) -> None:
         assert np.all(drawn - due < 1 + 1e-9) and np.all(due - drawn < len(weights) - 1 + 1e-9)
 
 
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 1.0), (3.0, 7.0, 5.0, 1.0), (0.5, 0.25), (2.0, 0.3)])
+@pytest.mark.parametrize(("before", "windows"), [(0, 0), (0, 3), (5, 16), (7, 103), (3, 64)])
+def test_skipping_ends_where_drawing_does(weights: tuple[float, ...], before: int, windows: int) -> None:
+    corpus = corpus_of(*(np.arange(40) for _ in weights), weights=weights)
+    skipped, drawn = TrainStream(corpus, 8, seed=0), TrainStream(corpus, 8, seed=0)
+    for stream in (skipped, drawn):
+        steps(stream, before, 1)
+    skipped.skip(windows)
+    steps(drawn, windows, 1)
+    assert skipped.state_dict() == drawn.state_dict()
+    assert steps(skipped, 3) == steps(drawn, 3)
+
+
 @pytest.mark.parametrize("length", [9, 10, 16, 17, 24, 100, 103])
 def test_an_epoch_has_windows_that_do_not_overlap_and_leave_little_out(length: int) -> None:
     stream = TrainStream(corpus_of(np.arange(length)), 8, seed=3)
