@@ -5,8 +5,9 @@ The policies and the merger follow from their inputs alone, so a snapshot and th
 to the bit. An entry has left the process when `Journal.add` returns; a machine that loses its power may lose the last
 ones, which learners send again because they were not acknowledged.
 
-A folder holds ``snapshot-<n>/`` (``state.json``, ``tensors.safetensors``) and ``journal-<n>/`` (``inputs.jsonl`` and
-one ``<i>.safetensors`` for each payload), the inputs since snapshot n. Snapshot 0 is the beginning.
+A folder holds ``format.json`` (the version of the rest), ``snapshot-<n>/`` (``state.json``, ``tensors.safetensors``)
+and ``journal-<n>/`` (``inputs.jsonl`` and one ``<i>.safetensors`` for each payload), the inputs since snapshot n.
+Snapshot 0 is the beginning.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from moe_async.sync.syncer_policy import read_header
 Entry = dict[str, Any]
 
 _STATE, _TENSORS, _INPUTS, _HELLO = "state.json", "tensors.safetensors", "inputs.jsonl", "hello.json"
+_FORMAT = "format.json"
+FORMAT_VERSION = 1
+"""Of the state of policies and of journal entries; another number for each change that makes older ones unreadable."""
 
 
 _STATES_OF_ROOM, _LEAST_ROOM = 8, 2**28
@@ -64,6 +68,28 @@ def keep_hello(folder: Path, hello: Entry) -> Entry:
     return found
 
 
+def _check_format(folder: Path) -> None:
+    """Refuse a folder of another format, and mark a new one.
+
+    Raises:
+        SyncError: it has another format.
+    """
+    path = folder / _FORMAT
+    begun = any(folder.glob("snapshot-*")) or any(folder.glob("journal-*"))
+    if not begun:
+        path.write_text(json.dumps({"version": FORMAT_VERSION}))
+        return
+    try:
+        version = json.loads(path.read_text())["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        version = "unknown"
+    if version != FORMAT_VERSION:
+        raise SyncError(
+            f"{folder} was written in format version {version}; this release reads version {FORMAT_VERSION}. Go on "
+            "with the release of moe_async that wrote it, or give the syncer another --folder to begin anew."
+        )
+
+
 class Journal:
     """Writes and reads one syncer's folder.
 
@@ -72,11 +98,15 @@ class Journal:
 
     Attributes:
         paused: learners that left in order to come back, and have not.
+
+    Raises:
+        SyncError: the folder was written in another format.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        _check_format(folder)
         self.number = max((int(path.name.split("-")[1]) for path in folder.glob("snapshot-*")), default=0)
         self._count = 0
         self.paused: set[int] = set()

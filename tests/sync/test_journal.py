@@ -145,6 +145,16 @@ def test_damage_is_an_error(tmp_path):
         Journal(tmp_path).recover(new_merger())
 
 
+@pytest.mark.parametrize("text", [None, "{}", '{"version": 0}', "cut short"])
+def test_a_folder_of_another_format_is_refused(tmp_path, text):
+    Journal(tmp_path).close()
+    Journal(tmp_path).close()
+    path = tmp_path / "format.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(SyncError, match=r"format version (unknown|0); this release reads version 1.*--folder"):
+        Journal(tmp_path)
+
+
 def test_an_entry_that_is_not_known(tmp_path):
     with pytest.raises(SyncError, match="an entry of kind 'dance', which this version does not know"):
         apply_input(new_merger(), {"kind": "dance", "now": 0.0}, None)
