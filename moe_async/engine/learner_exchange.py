@@ -203,7 +203,7 @@ class LearnerExchange(ABC):
         return {
             "via": self.via,
             "learner": self.seat.learner,
-            "incarnation": self.seat.incarnation,
+            "incarnation": self.participant.sync.incarnation,
             "clock": self.clock,
             "to_send": self.to_send,
             "last_tokens": self._last_tokens,

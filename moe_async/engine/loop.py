@@ -119,11 +119,17 @@ class Trainer:
         """Begin with the shared weights, at the others' place in the run. False when told to stop meanwhile."""
         if not exchange.start():
             return False
-        if self.saved_path is not None and not self.rejoins:
-            return True
-        self.engine.global_step = exchange.clock
-        self._stream.skip(exchange.clock * self.recipe.train.global_batch * exchange.seat.learners)
+        self._align(exchange)
         return True
+
+    def _align(self, exchange: LearnerExchange) -> None:
+        """Be where the exchange says, in steps and in the text: a newcomer begins at the others' step, and so does a
+        learner that was away for so long that they went on without it."""
+        if self.engine.global_step == exchange.clock:
+            return
+        self.engine.global_step = exchange.clock
+        self._stream = TrainStream(self.corpus, self.recipe.data.seq_len, self.recipe.data.seed)
+        self._stream.skip(exchange.clock * self.recipe.train.global_batch * exchange.seat.learners)
 
     @property
     def done(self) -> bool:
@@ -169,6 +175,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         if self.exchange is not None:
             self.exchange.after_step(report, seconds)
+            self._align(self.exchange)
             seconds = time.perf_counter() - start
         self.tokens += report.label_tokens
         self.dropped += report.dropped
@@ -261,11 +268,9 @@ class Trainer:
             own = manifest.trainer["exchange"]
             self.rejoins = not self.exchange.continues(own)
             if self.rejoins:
-                # Its optimizer goes on; the place in the text follows from that in the run. What it had in flight, its
-                # former life has applied.
+                # Its optimizer goes on. What it had in flight, its former life has applied.
                 if self.engine.bridge.delayed is not None:
                     self.engine.bridge.delayed.load_state([])
-                self._stream = TrainStream(self.corpus, self.recipe.data.seq_len, self.recipe.data.seed)
             else:
                 self.exchange.restore(own, load_exchange(checkpoint, self.world.rank))
         self.saved_step, self.saved_path = self.engine.global_step, checkpoint

@@ -51,7 +51,9 @@ class SyncerExchange(LearnerExchange):
         self.closing: Header = {}
         self._hello = hello
         self._delivered = 0
+        self._newcomer = True
         self._welcome_clock: int | None = None
+        self._first: list[tuple[Publication, Tensor]] = []
         self._offline_since: float | None = None
         self._back = threading.Event()
         self._given = parts.seat
@@ -81,18 +83,24 @@ class SyncerExchange(LearnerExchange):
         if self._participant is not None:
             # A learner that was saved goes on within the boundary at which it stopped.
             return self._boundary()
-        first = [fragment.number for group in self.groups for fragment in group.fragments]
-        early: list[tuple[Publication, Tensor]] = []
-        while self._welcome_clock is None or {entry[0].fragment for entry in early} != set(first):
+        if not self._arrive():
+            return False
+        self._began = time.monotonic()
+        return True
+
+    def _arrive(self) -> bool:
+        """Wait for the shared values, and begin a life with them. False when told to stop meanwhile."""
+        wanted = {fragment.number for group in self.groups for fragment in group.fragments}
+        while self._welcome_clock is None or {entry[0].fragment for entry in self._first} != wanted:
             self._check_patience()
             if not self._wait():
                 return False
-            early += self._new_publications()
         self._begin(self._welcome_clock)
-        for publication, value_Y in early:
+        self._newcomer = self.to_send = False
+        for publication, value_Y in self._first:
             self.participant.receive(publication, value_Y)
+        self._first.clear()
         self._take(adopt=True)
-        self._began = time.monotonic()
         return True
 
     def _boundary(self) -> bool:
@@ -119,7 +127,10 @@ class SyncerExchange(LearnerExchange):
         if self._offline_since is None:
             # On a new connection it goes out behind what is sent again.
             self.link.send(self._finishing)
-        while not self.closing:
+        while not self.closing or self._newcomer:
+            # One that was counted out meanwhile has nothing more to send, but gets what came out.
+            if self._newcomer and not self._arrive():
+                return False
             self._check_patience()
             if not self._wait() and not self.closing:
                 return False
@@ -148,6 +159,7 @@ class SyncerExchange(LearnerExchange):
         """Put back what `state_dict` and `tensors` gave; the newest values come when they are merged."""
         super().restore(state, tensors)
         headers = json.loads(tensors["outbox"].numpy().tobytes())
+        self._newcomer = False
         self.link.load_outbox([(header, tensors[f"update/{place}"]) for place, header in enumerate(headers)])
 
     def _traffic(self) -> Sequence[int]:
@@ -172,21 +184,22 @@ class SyncerExchange(LearnerExchange):
 
     def _until_free(self) -> bool:
         """Take what may be taken until no policy makes this learner wait."""
-        self._take()
-        while self.participant.sync.must_wait():
+        while True:
+            if self._newcomer and not self._arrive():
+                return False
+            self._take()
+            if not self.participant.sync.must_wait():
+                return True
             self._check_patience()
             if not self._wait():
                 return False
-            self._take()
-        return True
 
     def _new_publications(self) -> list[tuple[Publication, Tensor]]:
         """Messages that have come to all ranks, in their order."""
         found = []
         for header, payload in self.link.next(self._common - self._delivered):
             if header["kind"] == "welcome":
-                # One that only lost its connection goes on with its own steps.
-                self._welcome_clock = header["clock"] if self._participant is None else self._welcome_clock
+                self._welcome_clock = header["clock"]
             elif header["kind"] == "final":
                 self.closing = header
             else:
@@ -215,9 +228,11 @@ class SyncerExchange(LearnerExchange):
         least, lost, stop, not_back, refused = self._world.everyone.all_reduce(state, op="max").tolist()
         self._common = -least
         self._stopping = bool(stop)
-        if self._participant is not None:
-            for publication, value_Y in self._new_publications():
-                self._participant.receive(publication, value_Y)
+        for publication, value_Y in self._new_publications():
+            if self._newcomer:
+                self._first.append((publication, value_Y))
+            else:
+                self.participant.receive(publication, value_Y)
         if refused:
             raise SyncError(f"the syncer put this learner out: {self.link.refusal or 'rank 0 says why'}")
         if self.closing:
@@ -241,7 +256,7 @@ class SyncerExchange(LearnerExchange):
         own = {"learner": self.seat.learner, "incarnation": self.seat.incarnation}
         while not self.link.refusal:
             try:
-                self.link.connect({**self._hello, **own, "clock": self.clock if self._participant else None})
+                self.link.connect({**self._hello, **own, "clock": None if self._newcomer else self.clock})
                 self._given = given_seat(self.link.reply())
                 self._back.set()
                 return
@@ -252,8 +267,10 @@ class SyncerExchange(LearnerExchange):
 
     def _reconnect(self) -> None:
         """Rank 0 has the seat back: the others connect, and all send again what was not acknowledged."""
-        # One that had not joined begins another life, for the syncer cannot tell it from one that was started anew.
-        self.seat = self._world.everyone.broadcast_object(self._given)
+        given = self._world.everyone.broadcast_object(self._given)
+        if given.incarnation != self.seat.incarnation:
+            self._begin_anew()
+        self.seat = given
         problem = ""
         if self._world.rank:
             try:
@@ -269,6 +286,15 @@ class SyncerExchange(LearnerExchange):
         self.link.post_again()
         if self._finishing is not None:
             self.link.send(self._finishing)
+
+    def _begin_anew(self) -> None:
+        """This learner gets another life: the others have gone on without it, or it had not joined yet.
+
+        What it had not sent is lost. Until the newest values are there it stays what it was, also in a checkpoint.
+        """
+        self._newcomer, self._welcome_clock = True, None
+        self._first.clear()
+        self.link.forget()
 
     def _check_patience(self) -> None:
         """Do not wait for ever for a syncer without which this learner cannot go on."""

@@ -141,6 +141,11 @@ class SyncerLink:
                 key = header["header"]["id"]["fragment"], header["header"]["id"]["sequence"]
                 self._unacknowledged[key] = (header, payload)
 
+    def forget(self) -> None:
+        """Give up what is not acknowledged: it is of a life that is over."""
+        with self._news:
+            self._unacknowledged.clear()
+
     def next(self, count: int) -> list[tuple[Header, Tensor]]:
         """The next ``count`` ordered messages, which have come."""
         with self._news:

@@ -46,6 +46,11 @@ class Opening:
         return sorted((arrival.header for arrival in self.updates), key=lambda header: header.id)
 
 
+def owes(member: Member, sent: int, clock: int) -> bool:
+    """Whether an update of ``clock`` steps is still to come from a learner whose last one was of ``sent`` steps."""
+    return member.joined_clock < clock and sent < clock and not (member.final and member.seen < clock)
+
+
 def opening(
     gate: Gate, pending: Sequence[Arrival], members: Mapping[int, Member], sent: Mapping[int, int]
 ) -> Opening | None:
@@ -55,7 +60,7 @@ def opening(
         gate: the rule.
         pending: updates in the order of their arrival.
         members: learners alive, by number.
-        sent: of members that have sent updates of the fragment in this life, the steps after which the last one was.
+        sent: of learners that have sent updates of the fragment in this life, the steps after which the last one was.
     """
     return _GATES[gate.kind](gate, pending, members, sent) if pending else None
 
@@ -66,10 +71,7 @@ def _barrier(
     clock = min(arrival.header.clock for arrival in pending)
     # Nobody sends of a number of steps that is behind it: a learner may be ahead after a change of policy, and what a
     # former life sent does not stand for what this one will send.
-    if any(
-        member.joined_clock < clock and sent.get(learner, -1) < clock and not (member.final and member.seen < clock)
-        for learner, member in members.items()
-    ):
+    if any(owes(member, sent.get(learner, -1), clock) for learner, member in members.items()):
         return None
     group = [arrival for arrival in pending if arrival.header.clock == clock]
     return Opening(group[-1].at, group)

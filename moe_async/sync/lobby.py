@@ -14,10 +14,12 @@ from torch import Tensor
 from moe_async.comm.connection import Connection
 from moe_async.comm.session import Door, Header
 from moe_async.errors import CommunicationError
+from moe_async.sync.run import RunDescription
 from moe_async.sync.seats import Seat
 from moe_async.topology import Topology
 
 _POLL_SECONDS = 0.05
+_GRACE_SECONDS = 3.0
 
 Receive = Callable[[Connection, Header, Tensor], None]
 Lose = Callable[[Connection, str], None]
@@ -51,6 +53,11 @@ class Lobby:
         self._receive, self._lose = receive, lose
         self._closed = threading.Event()
         threading.Thread(target=self._let_in, name="door", daemon=True).start()
+
+    @property
+    def grace(self) -> float:
+        """A learner that has lost a connection may take so many seconds to be back before nobody waits for it."""
+        return min(_GRACE_SECONDS, self.timeout)
 
     def _let_in(self) -> None:
         """Open a session for everyone who knocks, each in a thread of its own: one that went away delays nobody."""
@@ -90,17 +97,14 @@ class Lobby:
         connection.send({"kind": "refused", "reason": reason, "later": later})
         threading.Thread(target=_close_later, args=(connection,), daemon=True).start()
 
-    def hello(
-        self, connection: Connection, header: Header, learners: int, num_experts: int, folder: str
-    ) -> Seat | None:
+    def hello(self, connection: Connection, header: Header, anew: bool, run: RunDescription) -> Seat | None:
         """Give a learner a seat, or refuse it; its other ranks follow.
 
         Args:
             connection: of its rank 0.
             header: what it says.
-            learners: seats of the run.
-            num_experts: of each MoE layer.
-            folder: name of the run's folder.
+            anew: it begins another life.
+            run: the run.
         """
         # Those who knocked before the first recipe was known have another limit.
         connection.limit(self.timeout)
@@ -108,7 +112,7 @@ class Lobby:
             self.refuse(connection, problem)
             return None
         self._give_up(header)
-        wanted = int(header["learner"])
+        wanted, learners = int(header["learner"]), run.learners
         if wanted >= learners:
             self.refuse(
                 connection,
@@ -127,25 +131,25 @@ class Lobby:
                 later=True,
             )
             return None
-        clock = header.get("clock")
-        if clock is None:
+        clock = None if anew else header["clock"]
+        if anew:
             self.incarnations[learner] = self.incarnations.get(learner, -1) + 1
         elif header["incarnation"] != self.incarnations.get(learner):
-            anew = f"learner {learner} has been started anew meanwhile."
+            replaced = f"learner {learner} has been started anew meanwhile."
             unknown = (
                 f"this run has had no learner {learner} yet, so none can come back. Start the syncer with the --folder "
                 "of the run that the learner was in, or the learner without --resume."
             )
-            self.refuse(connection, anew if learner in self.incarnations else unknown)
+            self.refuse(connection, replaced if learner in self.incarnations else unknown)
             return None
-        topology = Topology(int(header["world_size"]), int(header["expert_parallel"]), num_experts)
+        topology = Topology(int(header["world_size"]), int(header["expert_parallel"]), run.num_experts)
         seat = Seat(learner, self.incarnations[learner], topology, clock)
         self.seats[learner] = seat
         seat.connections[0] = connection
         seat.send(
             {
                 "kind": "seat", "learner": learner, "incarnation": seat.incarnation, "learners": learners,
-                "folder": folder,
+                "folder": run.folder.name,
             }
         )  # fmt: skip
         return seat

@@ -24,20 +24,18 @@ from torch import Tensor
 
 from moe_async.comm.connection import Connection
 from moe_async.comm.session import Door, Header
-from moe_async.errors import MoeAsyncError, SyncError
-from moe_async.sync.event_log import EventLog
+from moe_async.errors import MoeAsyncError
 from moe_async.sync.journal import Journal, apply_input
 from moe_async.sync.lobby import Lobby
 from moe_async.sync.meeting import Meeting, open_meeting
 from moe_async.sync.merger import Merger, Outgoing
 from moe_async.sync.messages import Publication, Welcome
+from moe_async.sync.recovery import open_run
 from moe_async.sync.run import RunDescription
 from moe_async.sync.seats import Seat
 from moe_async.sync.syncer_policy import read_header
 
 _IDLE_SECONDS = 0.5
-_GRACE_SECONDS = 3.0
-"""A learner that has lost a connection may take so long to be back before nobody waits for it."""
 
 
 class MergingServer:
@@ -157,21 +155,29 @@ class MergingServer:
     def _hello(self, connection: Connection, header: Header) -> None:
         over = "the run is over." if self._finale and header.get("clock") is None else ""
         if closed := over or (self.meeting is not None and self.meeting.closed):
-            self._lobby.refuse(connection, closed)
-            return
+            return self._lobby.refuse(connection, closed)
         if self.run is None:
             try:
                 self._prepare(self._describe(str(header["recipe"])), header)
             except MoeAsyncError as error:
-                self._lobby.refuse(connection, str(error))
-                return
+                return self._lobby.refuse(connection, str(error))
         assert self.run is not None
-        if self.merger is not None and (sequences := header.get("sequences")):
-            learner, incarnation = int(header["learner"]), int(header["incarnation"])
-            if self.merger.syncer.is_behind(learner, incarnation, {int(f): n for f, n in sequences.items()}):
-                # What it did since its checkpoint is merged, and would be a second time: it begins as a newcomer does.
-                header = {**header, "clock": None, "incarnation": None}
-        self._lobby.hello(connection, header, self.run.learners, self.run.num_experts, self.run.folder.name)
+        anew = header.get("clock") is None or (self.merger is not None and self._begins_anew(self.merger, header))
+        seat = self._lobby.hello(connection, header, anew, self.run)
+        if seat is not None and self.merger is not None and seat.learner in self.merger.syncer.members:
+            # It has let go of its old session; should it not sit down soon in the new one, nobody waits for it.
+            self._absent.setdefault(seat.learner, self._now() + self._lobby.grace)
+
+    def _begins_anew(self, merger: Merger, header: Header) -> bool:
+        """Whether a learner that wants to come back gets another life."""
+        learner, incarnation = int(header["learner"]), int(header["incarnation"])
+        sequences = {int(fragment): number for fragment, number in header.get("sequences", {}).items()}
+        joined, given = merger.syncer.incarnations.get(learner), self._lobby.incarnations.get(learner)
+        # One that never heard that it was given another life knocks as the one it was, which took part last.
+        anew = joined == incarnation != given or merger.syncer.must_begin_anew(learner, incarnation, sequences)
+        if anew:
+            self._say(f"learner {learner} cannot go on where it was, for the run has: it begins with the newest values")
+        return anew
 
     def _ready(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         seat.ready = True
@@ -210,7 +216,6 @@ class MergingServer:
         who = {"learner": seat.learner, "incarnation": seat.incarnation, "clock": seat.clock}
         self._input({"kind": "join", "now": self._now(), **who})
         if self._finale and self.merger is not None:
-            # It came back too late to do anything.
             self._dismiss(seat, self.merger)
         early, seat.early = seat.early, []
         for rank, header, payload in early:
@@ -280,7 +285,7 @@ class MergingServer:
             elif seat.joined:
                 # It died, so it is started anew: the run has not been told to stop. Or only a connection was lost.
                 self._paused = False
-                self._absent[seat.learner] = self._now() + min(_GRACE_SECONDS, self._lobby.timeout)
+                self._absent[seat.learner] = self._now() + self._lobby.grace
 
     def _bye(self, seat: Seat, rank: int, header: Header, payload: Tensor) -> None:
         seat.left.add(rank)
@@ -293,6 +298,11 @@ class MergingServer:
     def _count_out(self, learner: int) -> None:
         """Nobody waits for a learner any more."""
         self._absent.pop(learner, None)
+        seat = self._lobby.seats.get(learner)
+        if seat is not None and seat.clock is not None:
+            # It was about to come back as the one it was. It shall ask again: there may be rounds now without it.
+            del self._lobby.seats[learner]
+            seat.close(wait=False)
         self._input({"kind": "leave", "now": self._now(), "learner": learner})
 
     # The merger.
@@ -302,29 +312,18 @@ class MergingServer:
         if run.joint:
             self.run, self.meeting = run, open_meeting(run, hello, self._compare, self._lobby, self._say)
             return
-        journal = Journal(run.folder / "syncer")
-        try:
-            first = journal.keep_hello(hello)
-            if problem := self._compare(first, hello):
-                raise SyncError(problem)
-            log = EventLog(run.folder / "events.jsonl", keep=False, size=journal.state().get("log_size", 0))
-            merger = Merger(run.groups, run.initial, run.learners, log, run.schedule)
-            recovered = journal.recover(merger)
-        except Exception:
-            # Nothing of it may stay: the next one who knocks would go on with a part.
-            journal.close()
-            raise
-        self.run, self.merger, self._journal = run, merger, journal
-        self._lobby.timeout, self._lobby.first_hello = run.timeout, first
+        found = open_run(run, hello, self._compare)
+        self.run, self.merger, self._journal = run, found.merger, found.journal
+        self._lobby.timeout, self._lobby.first_hello = run.timeout, found.first_hello
         self._fragments = {f.number: f for group in run.groups for f in group.fragments}
-        if recovered is None:
+        if found.recovered is None:
             return
-        self._say(f"the run goes on where it was after {recovered:.1f} s")
-        self._offset = recovered - (time.monotonic() - self._began)
+        self._say(f"the run goes on where it was after {found.recovered:.1f} s")
+        self._offset = found.recovered - (time.monotonic() - self._began)
         self._started = True
         self._lobby.incarnations = dict(self.merger.syncer.incarnations)
         # Whoever was here is about to knock again, or to be started again; until then the policies wait as before.
-        patience = dict.fromkeys(journal.paused, self._start_after)
+        patience = dict.fromkeys(found.journal.paused, self._start_after)
         self._absent = {n: self._now() + patience.get(n, run.timeout) for n in self.merger.syncer.members}
 
     def _input(self, entry: dict[str, Any], payload_X: Tensor | None = None) -> None:

@@ -72,10 +72,13 @@ class Syncer:
             now: the time.
             clock: its steps, when only its connection had been lost; None: it begins where the others are.
         """
-        if clock is not None and learner in self.members and self.incarnations[learner] == incarnation:
-            # It was never counted out. One that is held back by a bound stays so.
-            policies = [policy for policy in self.policies if not policy.holds(learner)]
-            values = [decision for policy in policies for decision in policy.publish_all(learner)]
+        if clock is not None and self.incarnations.get(learner) == incarnation:
+            if learner not in self.members:
+                values = [decision for policy in self.policies for decision in policy.come_back(learner, now)]
+            else:
+                # It was never counted out. One that is held back by a bound stays so.
+                policies = [policy for policy in self.policies if not policy.holds(learner)]
+                values = [decision for policy in policies for decision in policy.publish_all(learner)]
             return [Welcome(learner, incarnation, clock), *values]
         decisions = self.leave(learner, now)
         if clock is None:
@@ -124,16 +127,20 @@ class Syncer:
         """Whether an update has come, from a learner that still takes part or from one that is gone."""
         return self._of[update.fragment].has_received(update)
 
-    def is_behind(self, learner: int, incarnation: int, sequences: Mapping[int, int]) -> bool:
-        """Whether a learner that comes back from a checkpoint has lived on after it.
+    def must_begin_anew(self, learner: int, incarnation: int, sequences: Mapping[int, int]) -> bool:
+        """Whether a learner that comes back cannot go on as the one it was.
+
+        Either it comes from a checkpoint and has lived on after it, so that what it has done since is merged and would
+        be a second time; or it has been counted out, and the others have gone on in a way that it can't follow, see
+        `SyncerPolicy.has_missed`.
 
         Args:
             learner, incarnation: who it was.
-            sequences: by fragment, the number that its next update would have.
+            sequences: by fragment, the number that its next update would have; empty: it has never stopped living.
         """
         if self.incarnations.get(learner, incarnation) != incarnation:
-            return True
-        return any(
+            return bool(sequences)
+        return any(policy.has_missed(learner) for policy in self.policies) or any(
             self.has_received(UpdateId(learner, incarnation, sequence, fragment))
             for fragment, sequence in sequences.items()
             if fragment in self._of
@@ -197,6 +204,11 @@ class LearnerSync:
     def clock(self) -> int:
         """Steps that the learner has finished."""
         return self.policies[0].clock
+
+    @property
+    def incarnation(self) -> int:
+        """The life that its updates are of."""
+        return self.policies[0].incarnation
 
     @property
     def contribution(self) -> str:

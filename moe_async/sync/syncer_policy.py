@@ -7,10 +7,11 @@ virtual clock and over a network. Whoever drives it carries out the decisions, i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from moe_async.sync.attendance import Attendance
 from moe_async.sync.combine import combine_weights, portion
 from moe_async.sync.gates import Arrival, Member, Opening, opening
 from moe_async.sync.messages import Decision, Discard, Farewell, Merge, Publication, Switch, UpdateHeader, UpdateId
@@ -30,15 +31,13 @@ class SyncerPolicy:
         self.plan = plan
         self.learners = learners
         self.phase = 0
-        self.members: dict[int, Member] = {}
+        self._attendance = Attendance()
         self.versions = dict.fromkeys(fragments, 0)
         self._pending: dict[int, list[Arrival]] = {fragment: [] for fragment in fragments}
         self._received: dict[tuple[int, int], tuple[int, int]] = {}
         self._settled: dict[tuple[int, int], tuple[int, int]] = {}
         self._latest: dict[int, dict[int, tuple[int, ...]]] = {fragment: {} for fragment in fragments}
         self._sent: dict[int, dict[int, int]] = {fragment: {} for fragment in fragments}
-        self._seen: dict[int, int] = {}
-        self._steps = 0
         self._held: set[int] = set()
         self._deferred: set[tuple[int, int]] = set()
         self._best_loss: float | None = None
@@ -50,15 +49,20 @@ class SyncerPolicy:
         return self.plan.phases[self.phase]
 
     @property
+    def members(self) -> Mapping[int, Member]:
+        """Learners that take part now."""
+        return self._attendance.members
+
+    @property
     def progress(self) -> float:
         """Steps that the expected learners have made on average, as far as is known here."""
-        return self._steps / self.learners
+        return self._attendance.steps / self.learners
 
     def joining_clock(self) -> int:
         """Steps at which a newcomer begins: those of the slowest where clocks are bound, else of the fastest."""
-        at_work = [member.seen for member in self.members.values() if not member.final]
+        at_work = self._attendance.at_work()
         if not at_work:
-            return max(self._seen.values(), default=0)
+            return self._attendance.farthest()
         if self.settings.clock_bound is not None:
             return min(at_work)
         if self.settings.gate.kind == "barrier":
@@ -67,10 +71,8 @@ class SyncerPolicy:
         return max(at_work)
 
     def join(self, learner: int, incarnation: int, clock: int, now: float) -> list[Decision]:
-        """A learner has come, or come back, and begins at ``clock`` steps."""
-        self.members[learner] = Member(incarnation, joined_clock=clock, seen=clock)
-        self._hear(learner, clock)
-        self._held.discard(learner)
+        """A learner begins a life at ``clock`` steps."""
+        self._attendance.join(learner, incarnation, clock)
         for sent in self._sent.values():
             sent.pop(learner, None)
         settings = self.settings
@@ -84,23 +86,36 @@ class SyncerPolicy:
                 decisions.append(self._publication(learner, fragment))
         return [*decisions, *self._settle(now)]
 
+    def come_back(self, learner: int, now: float) -> list[Decision]:
+        """A learner that had been counted out goes on with its own steps: only its connection was lost."""
+        self._attendance.come_back(learner)
+        bound, slowest = self.settings.clock_bound, self._attendance.slowest()
+        if bound is not None and slowest is not None and self.members[learner].seen - slowest > bound:
+            self._held.add(learner)
+            return self._settle(now)
+        return [*self.publish_all(learner), *self._settle(now)]
+
+    def has_missed(self, learner: int) -> bool:
+        """Whether a learner that was counted out cannot go on where it was: the others made a round without it that it
+        would make up alone, or would have to wait for it under a bound on clocks."""
+        return self._attendance.has_missed(learner, self.settings.clock_bound is not None)
+
     def leave(self, learner: int, now: float) -> list[Decision]:
         """A learner is gone. What it sent before stays; nobody waits for it any more."""
-        member = self.members.pop(learner, None)
+        member = self._attendance.leave(learner)
         if member is None:
             return []
         self._held.discard(learner)
         self._deferred = {entry for entry in self._deferred if entry[0] != learner}
         for fragment in self._pending:
             self._latest[fragment].pop(learner, None)
-            self._sent[fragment].pop(learner, None)
         return [Farewell(learner, member.incarnation), *self._settle(now)]
 
     def finish(self, learner: int, now: float) -> list[Decision]:
         """A learner makes no further step, and sends no further update."""
         if learner not in self.members:
             return []
-        self.members[learner] = replace(self.members[learner], final=True)
+        self._attendance.finish(learner)
         return self._settle(now)
 
     def arrive(self, header: UpdateHeader, now: float) -> list[Decision]:
@@ -109,12 +124,10 @@ class SyncerPolicy:
         if refused:
             return refused
         learner, fragment = header.id.learner, header.id.fragment
-        member = self.members[learner]
         self._received[learner, fragment] = (header.id.incarnation, header.id.sequence)
         self._latest[fragment][learner] = header.tokens
         self._sent[fragment][learner] = header.clock
-        self._hear(learner, header.clock)
-        self.members[learner] = replace(member, seen=max(header.clock, member.seen), final=member.final or header.final)
+        self._attendance.hear(learner, header.clock, header.final)
         decisions: list[Decision] = []
         settings, lag = self.settings, self.versions[fragment] - header.base_version
         if settings.max_lag is not None and lag > settings.max_lag:
@@ -154,12 +167,6 @@ class SyncerPolicy:
         """Updates that wait to be merged."""
         return [arrival.header.id for pending in self._pending.values() for arrival in pending]
 
-    def _hear(self, learner: int, clock: int) -> None:
-        """Note the steps of a learner; the steps of one that left stay counted."""
-        before = self._seen.get(learner, 0)
-        self._seen[learner] = max(clock, before)
-        self._steps += self._seen[learner] - before
-
     def _refuse(self, header: UpdateHeader) -> list[Decision]:
         """Decisions on an update that has been here before, or is of a former life of its learner; empty: it is new."""
         key = (header.id.learner, header.id.fragment)
@@ -198,6 +205,8 @@ class SyncerPolicy:
         weights = combine_weights(self.settings.combine, headers, version, latest, members)
         slowest = min((member.seen for member in self.members.values()), default=0)
         self.versions[fragment] = version + 1
+        if self.settings.gate.kind == "barrier":
+            self._attendance.round_made(headers[0].clock, self._sent[fragment])
         merged = {header.id for header in headers}
         self._pending[fragment] = [entry for entry in self._pending[fragment] if entry.header.id not in merged]
         for header in headers:
@@ -233,7 +242,7 @@ class SyncerPolicy:
             return
         # Without a bound only those are held that another policy left here.
         bound = math.inf if self.settings.clock_bound is None else self.settings.clock_bound
-        slowest = min((member.seen for member in self.members.values() if not member.final), default=None)
+        slowest = self._attendance.slowest()
         for learner in sorted(self._held):
             if slowest is None or self.members[learner].seen - slowest <= bound:
                 self._held.discard(learner)
@@ -279,7 +288,7 @@ class SyncerPolicy:
         """Everything the next decisions depend on, as JSON values."""
         return {
             "phase": self.phase,
-            "members": {str(learner): asdict(member) for learner, member in self.members.items()},
+            "attendance": self._attendance.state_dict(),
             "versions": {str(fragment): version for fragment, version in self.versions.items()},
             "pending": {
                 str(fragment): [{"at": entry.at, **asdict(entry.header)} for entry in pending]
@@ -295,7 +304,6 @@ class SyncerPolicy:
             "sent": [
                 [fragment, learner, clock] for fragment, sent in self._sent.items() for learner, clock in sent.items()
             ],
-            "seen": [[learner, clock] for learner, clock in self._seen.items()],
             "held": sorted(self._held),
             "deferred": sorted(map(list, self._deferred)),
             "best_loss": self._best_loss,
@@ -305,7 +313,7 @@ class SyncerPolicy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` gave."""
         self.phase = state["phase"]
-        self.members = {int(learner): Member(**member) for learner, member in state["members"].items()}
+        self._attendance.load_state_dict(state["attendance"])
         self.versions = {int(fragment): version for fragment, version in state["versions"].items()}
         self._pending = {
             int(fragment): [_read_arrival(entry) for entry in pending] for fragment, pending in state["pending"].items()
@@ -318,8 +326,6 @@ class SyncerPolicy:
         self._sent = {fragment: {} for fragment in self.versions}
         for fragment, learner, clock in state["sent"]:
             self._sent[fragment][learner] = clock
-        self._seen = dict(map(tuple, state["seen"]))
-        self._steps = sum(self._seen.values())
         self._held = set(state["held"])
         self._deferred = {(learner, fragment) for learner, fragment in state["deferred"]}
         self._best_loss, self._without_improvement = state["best_loss"], state["without_improvement"]

@@ -63,11 +63,9 @@ def test_what_a_former_life_has_applied_is_not_applied_again(monkeypatch, same_l
     monkeypatch.setattr(loop, "state_differences", lambda saved, recipe: [])
     monkeypatch.setattr(loop, "load_checkpoint", lambda path, bridge: manifest)
     monkeypatch.setattr(loop, "load_exchange", lambda path, rank: "tensors")
-    monkeypatch.setattr(loop, "TrainStream", lambda *arguments: "from the beginning")
     restored, left = [], []
     trainer = object.__new__(Trainer)
-    trainer.recipe = SimpleNamespace(data=SimpleNamespace(seq_len=1, seed=0))
-    trainer.world, trainer.corpus, trainer._stream = SimpleNamespace(rank=0), None, "as saved"
+    trainer.recipe, trainer.world = None, SimpleNamespace(rank=0)
     delayed = SimpleNamespace(load_state=left.append)
     trainer.engine = SimpleNamespace(global_step=4, bridge=SimpleNamespace(delayed=delayed))
     trainer.load_state_dict = lambda state: None
@@ -76,9 +74,27 @@ def test_what_a_former_life_has_applied_is_not_applied_again(monkeypatch, same_l
     )
     trainer.resume("there")
     assert trainer.rejoins is not same_life and trainer.saved_path == "there"
-    assert (restored, left, trainer._stream) == (
-        (["tensors"], [], "as saved") if same_life else ([], [[]], "from the beginning")
-    )
+    assert (restored, left) == ((["tensors"], []) if same_life else ([], [[]]))
+
+
+@pytest.mark.parametrize(("step", "clock"), [(4, 4), (4, 7), (7, 4), (0, 3)])
+def test_where_the_others_are_is_where_a_learner_goes_on(monkeypatch, step, clock):
+    """In steps and in the text, whether that is ahead of its own place or behind."""
+    monkeypatch.setattr(loop, "TrainStream", lambda *arguments: Windows())
+    trainer = object.__new__(Trainer)
+    trainer.corpus, trainer._stream = None, Windows()
+    trainer.recipe = SimpleNamespace(data=SimpleNamespace(seq_len=1, seed=0), train=SimpleNamespace(global_batch=6))
+    trainer.engine = SimpleNamespace(global_step=step)
+    trainer._stream.skip(step * 6 * 2)
+    trainer._align(SimpleNamespace(clock=clock, seat=SimpleNamespace(learners=2)))
+    assert trainer.engine.global_step == clock and trainer._stream.drawn == clock * 6 * 2
+
+
+class Windows:
+    drawn = 0
+
+    def skip(self, windows):
+        self.drawn += windows
 
 
 def test_what_is_drained_has_the_rate_of_the_place_in_the_run():

@@ -138,6 +138,8 @@ def one_rank(
         report = engine.train_step(batches(recipe, seat.learner, rank, world.size, engine.global_step + 1))
         time.sleep(max(began + pace - time.monotonic(), 0.0))
         goes_on = exchange.after_step(report, time.monotonic() - began)
+        # As the training loop does: a learner that the others went on without begins at their step.
+        engine.global_step = exchange.clock
     final = {name: tensor.clone() for name, tensor in exchanged_tensors(engine.module).items()}
     if not goes_on:
         state = {"state": exchange.state_dict(), "tensors": exchange.tensors()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -26,11 +27,11 @@ BETWEEN = {
 pytestmark = pytest.mark.slow
 
 
-def start(folder, *arguments, steps=40, pace=0.0, between=None):
+def start(folder, *arguments, steps=40, between=None, timeout=15.0):
     """`moe_async.launch` on a tiny recipe with two learners of two ranks."""
     folder.mkdir(exist_ok=True)
     document = tiny_document(write_texts(folder / "texts"), folder / "runs")
-    document["sync"] = {"learners": 2, "timeout": 15.0, "between": between or BETWEEN}
+    document["sync"] = {"learners": 2, "timeout": timeout, "between": between or BETWEEN}
     document["name"], document["train"]["steps"] = "several", steps
     if document["sync"]["between"]["dense"]["policy"] == "bsp":
         document["parallel"]["zero"] = 0
@@ -105,6 +106,30 @@ def test_a_killed_learner_comes_back(tmp_path):
     assert [life[:2] for life in lives[:2]] == [(0, 0), (1, 0)] and (1, 1) in [life[:2] for life in lives]
     # It begins where the others are, and not at the beginning.
     assert next(clock for learner, life, clock in lives if (learner, life) == (1, 1)) > 5
+
+
+def test_a_learner_that_stood_still_goes_on_at_the_step_of_the_others(tmp_path):
+    """Under a policy of rounds, a learner that was counted out begins anew, without being started anew."""
+    between = {"dense": {"policy": "local_sgd", "every": 2}, "expert": {"policy": "same"}, "router": {"policy": "same"}}
+    run = start(tmp_path, "--pace", "0:0.2", "--pace", "1:0.2", steps=80, between=between, timeout=5.0)
+    run.wait_for("learner 1] step 9/")
+    for process in processes(run, "moe_async.train", "--learner 1"):
+        process.suspend()
+    run.wait_for("learner 1 is gone")
+    so_far = len(re.findall("learner 0] step", run.text()))
+    run.wait_for(f"learner 0] step {so_far + 10}/")
+    for process in processes(run, "moe_async.train", "--learner 1"):
+        process.resume()
+    assert run.wait() == 0, run.text()
+    assert "learner 1 cannot go on where it was" in run.text() and "starting it anew" not in run.text()
+    folder = tmp_path / "runs" / "several"
+    lives = [(e["learner"], e["incarnation"]) for e in check_ledger(folder) if e["event"] == "welcome"]
+    assert lives == [(0, 0), (1, 0), (1, 1)]
+    lines = [json.loads(line) for line in (folder / "learner-1" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "lm_loss" in line]
+    jumps = [b - a for a, b in itertools.pairwise(steps) if b != a + 1]
+    assert len(jumps) == 1 and jumps[0] > 5, steps
+    assert steps[-1] == 80
 
 
 def test_one_killed_rank_takes_its_learner_along_and_no_other(tmp_path):
