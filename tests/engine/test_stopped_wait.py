@@ -19,7 +19,7 @@ from moe_async.engine.syncer_link import SyncerLink
 def test_a_run_that_was_stopped_before_the_others_had_finished_is_not_over(came, tmp_path):
     """Its last step is made, but what came out of the run is not there: it is to be saved, not reported."""
     trainer = object.__new__(Trainer)
-    trainer.exchange = SimpleNamespace(start=lambda: True, finish=lambda: came, position=3.0, over=False)
+    trainer.exchange = SimpleNamespace(start=lambda: True, finish=lambda: came, position=3.0, clock=4, over=False)
     trainer.engine = SimpleNamespace(drain=list, steps=3, global_step=4)
     trainer.stop, trainer.world = SimpleNamespace(agreed=lambda world: True), None
     trainer.hooks, trainer.saved_path, trainer.rejoins, trainer.skipped = [], tmp_path, False, 0
@@ -37,6 +37,7 @@ def test_the_end_is_told_behind_the_last_updates(offline):
     sent = []
     link = SimpleNamespace(send=sent.append, timeout=20.0)
     exchange = without_a_model(link)
+    exchange._newcomer = False
     exchange._participant = SimpleNamespace(contribute=lambda last: [], take=lambda adopt: [])
     exchange._offline_since = time.monotonic() if offline else None
     exchange._wait = lambda: exchange.closing.update(kind="final") or True
