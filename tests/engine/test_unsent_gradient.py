@@ -62,13 +62,19 @@ def learner(recipe):
     return engine, exchange, stop
 
 
+def arrive(exchange):
+    """What ``exchange`` is once the shared values have come."""
+    exchange._begin(0)
+    exchange._newcomer = False
+
+
 @pytest.mark.parametrize("kind", ["topk", "sigmoid_bias"])
 def test_a_resumed_learner_sends_what_it_had_not_sent(kind, monkeypatch):
     moe = {"layers": [1], "num_experts": 4, "top_k": 2, "expert_dim": 6, "router": {"kind": kind}}
     same = {"policy": "same"}
     recipe = several({"dense": {"policy": "asp"}, "expert": same, "router": same}, moe=moe)
     engine, exchange, _ = learner(recipe)
-    exchange._begin(0)
+    arrive(exchange)
     # Stopped where its boundary begins.
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "_boundary", lambda: False)
@@ -96,7 +102,7 @@ def test_a_learner_that_is_stopped_while_it_finishes_sends_nothing_twice(monkeyp
     same = {"policy": "same"}
     recipe = several({"dense": {"policy": "bsp"}, "expert": same, "router": same})
     engine, exchange, stop = learner(recipe)
-    exchange._begin(0)
+    arrive(exchange)
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "_boundary", lambda: False)
         exchange.after_step(engine.train_step(batches(recipe, 0, 0, 1, 1)), 1.0)
