@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_async.engine.micro_batch import MicroBatch
     from moe_async.engine.start import initialize, join_world
-    from moe_async.engine.step import MicroBatch
     from moe_async.model.build import build_model
     from moe_async.moe.layer import MoELayer, MoEOutput
     from moe_async.recipe import Recipe, load_recipe

@@ -37,3 +37,7 @@ class SyncError(MoeAsyncError, RuntimeError):
 
 class PlaceTakenError(SyncError):
     """A learner's place in a run is taken, for now."""
+
+
+class LoadError(MoeAsyncError, RuntimeError):
+    """A record of expert loads cannot be read or written, or a model's routers cannot be watched."""

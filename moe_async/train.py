@@ -29,14 +29,14 @@ from moe_async.engine.generate import generate
 from moe_async.engine.hooks import (
     CheckpointHook,
     EvaluationHook,
+    FirstStepHook,
     Hook,
-    LoadHook,
     MetricsHook,
     ProgressHook,
-    StepRecord,
     TensorBoardHook,
 )
 from moe_async.engine.join import join_run, make_exchange
+from moe_async.engine.load_record import LoadHook, open_store
 from moe_async.engine.loop import Trainer
 from moe_async.engine.run_folder import RunFolder, finite, forget_after, learner_run, new_run, resumed_run
 from moe_async.engine.seat import Seat, address
@@ -195,8 +195,7 @@ class Session:
         self.folder.summary.unlink(missing_ok=True)
         # Where a learner has lived on after its checkpoint, those steps are part of the run.
         step = sys.maxsize if self.trainer.rejoins else self.trainer.engine.global_step
-        for path in (self.folder.metrics, self.folder.expert_load):
-            forget_after(path, step)
+        forget_after(self.folder.metrics, step)
         for path in abandon_after(self.folder.checkpoints, step):
             self.say(f"a later checkpoint of another branch is now {path}")
 
@@ -207,17 +206,24 @@ class Session:
             everywhere.insert(0, EvaluationHook(recipe.train.eval_every))
         if self.world.rank != 0:
             return [*everywhere]
-        layers = recipe.moe.moe_layers(recipe.model.layers) if recipe.moe else ()
         done, terminal = self.trainer.engine.global_step, sys.stderr.isatty()
         shown: list[Hook] = [
             self.first_step,
             MetricsHook(self.folder),
-            LoadHook(self.folder, layers, log.every),
             ProgressHook(self.say, log.every, recipe.train.steps, done, terminal),
         ]
+        if log.load_every and self.trainer.observed.layers:
+            shown.insert(2, self._load_hook())
         if log.tensorboard:
             shown.append(TensorBoardHook(self.folder))
         return [*shown, *everywhere]
+
+    def _load_hook(self) -> LoadHook:
+        step = sys.maxsize if self.trainer.rejoins else self.trainer.engine.global_step
+        store, aside = open_store(self.folder.expert_load, self.trainer.observed, step)
+        if aside is not None:
+            self.say(f"the record of expert loads so far is of another number of ranks; it is now {aside}")
+        return LoadHook(store, self.trainer.engine)
 
     def _report(self) -> dict[str, Any]:
         """The closing table, some generated text, and where the files are. Every rank takes part."""
@@ -234,7 +240,7 @@ class Session:
         for sample in summary["samples"]:
             self.say(f"> {sample['prompt']}|{sample['text']}\n")
         self.say(
-            f"files: {self.folder.path} (summary.json, metrics.jsonl, expert_load.jsonl)\n"
+            f"files: {self.folder.path} (summary.json, metrics.jsonl, expert_load)\n"
             f"checkpoint: {self.trainer.saved_path}\n"
             f"done in {summary['seconds']:.0f} s"
             + (f", first step after {self.first_step.seconds:.0f} s" if self.first_step.seconds else "")
@@ -261,19 +267,6 @@ class Session:
         )
         engine.bridge.train(True)
         return [{"prompt": prompt, "text": text} for prompt, text in zip(log.prompts, texts, strict=True)]
-
-
-class FirstStepHook(Hook):
-    """Notes how long the first optimizer step took to come."""
-
-    def __init__(self, began: float) -> None:
-        self._began = began
-        self.seconds: float | None = None
-
-    def on_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Note the time once."""
-        if self.seconds is None:
-            self.seconds = time.time() - self._began
 
 
 def share_cores() -> None:

@@ -26,10 +26,10 @@ from moe_async.ops.balance import (
     switch_loss,
     z_loss,
 )
-from moe_async.ops.sums import RoutingSums
+from moe_async.ops.sums import REAL_SUMS, RoutingSums
 
 if TYPE_CHECKING:
-    from moe_async.engine.step import MicroBatch
+    from moe_async.engine.micro_batch import MicroBatch
     from moe_async.recipe import BalanceTerm, MoeSection
 
 
@@ -179,10 +179,9 @@ def _as_lists(sums: RoutingSums) -> dict[str, Any]:
 
 
 def _from_lists(values: dict[str, Any], device: torch.device) -> RoutingSums:
-    real = ("prob_sum_E", "weight_sum_E", "chance_sum_E", "z_sum", "entropy_sum")
     return RoutingSums(
         **{
-            name: torch.tensor(values[name], dtype=torch.float64 if name in real else torch.int64, device=device)
+            name: torch.tensor(values[name], dtype=torch.float64 if name in REAL_SUMS else torch.int64, device=device)
             for name in RoutingSums._fields
         }
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_async.comm import World
 
 if TYPE_CHECKING:
-    from moe_async.engine.step import MicroBatch
+    from moe_async.engine.micro_batch import MicroBatch
 
 
 def find_non_finite(

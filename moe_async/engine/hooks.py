@@ -7,6 +7,7 @@ write or show (the others) are given to rank 0 alone.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from moe_async.engine.evaluate import Evaluation
 from moe_async.engine.report import StepReport
 from moe_async.engine.run_folder import RunFolder, append_line
 from moe_async.errors import MoeAsyncError
-from moe_async.observe import LoadRecorder
 from moe_async.ops.load import load_balance
 
 if TYPE_CHECKING:
@@ -112,26 +112,17 @@ def evaluation_line(step: int, evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-class LoadHook(Hook):
-    """Writes expert_load.jsonl, a line per layer every ``every`` steps and at each checkpoint."""
+class FirstStepHook(Hook):
+    """Notes how long the first optimizer step took to come."""
 
-    def __init__(self, folder: RunFolder, layers: tuple[int, ...], every: int) -> None:
-        self._recorder = LoadRecorder(folder.expert_load, layers)
-        self._every = every
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self.seconds: float | None = None
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Count the step, and write when it is time."""
-        self._recorder.add(record.report.counts_LE)
-        if record.report.step % self._every == 0:
-            self._recorder.write(record.report.step)
-
-    def on_save(self, trainer: Trainer) -> None:
-        """Write what is counted so far: a resumed run starts to count at the checkpoint."""
-        self._recorder.write(trainer.engine.global_step)
-
-    def on_end(self, trainer: Trainer) -> None:
-        """Write what is left."""
-        self._recorder.write(trainer.engine.global_step)
+        """Note the time once."""
+        if self.seconds is None:
+            self.seconds = time.time() - self._began
 
 
 class ProgressHook(Hook):

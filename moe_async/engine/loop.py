@@ -16,8 +16,10 @@ from moe_async.engine.diagnose import find_non_finite
 from moe_async.engine.evaluate import Evaluation, evaluate
 from moe_async.engine.hooks import Hook, StepRecord
 from moe_async.engine.learner_exchange import LearnerExchange
+from moe_async.engine.load_meta import load_meta
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.engine.run_folder import RunFolder
-from moe_async.engine.step import Engine, MicroBatch
+from moe_async.engine.step import Engine
 from moe_async.engine.stop import StopFlag
 from moe_async.errors import CheckpointError, EngineError
 from moe_async.observe import LoadWindow
@@ -40,6 +42,8 @@ class Trainer:
         exchange: with the other learners, where this is one of several learners.
 
     Attributes:
+        batches: this rank's micro-batches of the step at hand.
+        observed: axes of the record of expert loads.
         pace: seconds that a step takes at least; it sleeps for the rest. For experiments with uneven learners.
         rejoins: whether it was resumed and yet begins with the newest shared weights, having lived on after its
             checkpoint.
@@ -77,7 +81,8 @@ class Trainer:
         self._stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
         rows = recipe.micro_batch_size(world.size)
         self._heldout = heldout_batches(corpus, recipe.data.seq_len, world.rank, world.size, 2 * rows)
-        self._batches: Sequence[MicroBatch] = ()
+        self.batches: Sequence[MicroBatch] = ()
+        self.observed = load_meta(recipe, world, corpus.domains)
         self._warm = False
         self._timed_tokens = 0
         self._timed_seconds = 0.0
@@ -152,7 +157,7 @@ class Trainer:
             self.exchange.drained()
 
     def _give_up(self, record: StepRecord) -> None:
-        place = find_non_finite(self.engine.module, self._batches, self.engine.micro_batch_objective, self.world)
+        place = find_non_finite(self.engine.module, self.batches, self.engine.micro_batch_objective, self.world)
         layers = self.recipe.moe.moe_layers(self.recipe.model.layers) if self.recipe.moe else ()
         routers = [f"layer {layer}" for layer, bad in zip(layers, record.report.bad_tokens, strict=False) if bad]
         raise EngineError(
@@ -165,11 +170,12 @@ class Trainer:
 
     def _step(self) -> StepRecord:
         start, waited = time.perf_counter(), self.world.everyone.meter.seconds
-        self._batches = self._next_batches()
+        self.batches = self._next_batches()
+        self.engine.observed = self.observed if self._records_next() else None
         loaded = time.perf_counter()
         if self.exchange is not None:
             self.engine.ahead = self.exchange.position - self.engine.global_step
-        report = self.engine.train_step(self._batches)
+        report = self.engine.train_step(self.batches)
         if self.pace:
             time.sleep(max(start + self.pace - time.perf_counter(), 0.0))
         seconds = time.perf_counter() - start
@@ -206,7 +212,13 @@ class Trainer:
         return [self._on_device(batch) for batch in batches]
 
     def _on_device(self, batch: Batch) -> MicroBatch:
-        return MicroBatch(batch.tokens.to(self.world.device), batch.labels.to(self.world.device))
+        device = self.world.device
+        return MicroBatch(batch.tokens.to(device), batch.labels.to(device), domains=batch.domains.to(device))
+
+    def _records_next(self) -> bool:
+        """Whether the loads of the next step are recorded."""
+        every = self.recipe.log.load_every
+        return bool(every and self.observed.layers) and (self.engine.global_step + 1) % every == 0
 
     @property
     def evaluated(self) -> bool:

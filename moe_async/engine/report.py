@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moe_async.observe import StepFigures
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -30,6 +32,8 @@ class StepReport:
         left_out: parts of the model whose gradients were not finite, of ``dense`` and ``expert``: both where nothing
             was applied. With a delay D one alone may be: ``expert`` where loss or gradient of this step was not
             finite, ``dense`` where those of the step D steps ago were not.
+        load: figures of the experts' loads by the names of `moe_async.observe.windows.FIELDS`; None where the engine
+            was not told to gather them (`Engine.observed`).
     """
 
     step: int
@@ -45,6 +49,7 @@ class StepReport:
     dropped_LE: Tensor
     bad_tokens: tuple[int, ...]
     left_out: tuple[str, ...] = ()
+    load: StepFigures | None = None
 
     @property
     def dropped(self) -> int:

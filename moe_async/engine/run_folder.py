@@ -36,8 +36,8 @@ class RunFolder:
 
     @property
     def expert_load(self) -> Path:
-        """Loads of experts, JSON Lines."""
-        return self.path / "expert_load.jsonl"
+        """Folder of the record of expert loads, see `moe_async.observe.store`."""
+        return self.path / "expert_load"
 
     @property
     def events(self) -> Path:

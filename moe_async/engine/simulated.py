@@ -14,7 +14,8 @@ from moe_async.data import Corpus, TrainStream, heldout_batches
 from moe_async.engine.balance import BalanceLosses
 from moe_async.engine.evaluate import evaluate
 from moe_async.engine.local_bridge import LocalBridge
-from moe_async.engine.step import Engine, MicroBatch
+from moe_async.engine.micro_batch import MicroBatch
+from moe_async.engine.step import Engine
 from moe_async.model import build_model
 from moe_async.model.keys import exchanged_tensors, expert_modules
 from moe_async.moe import MoELayer

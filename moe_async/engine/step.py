@@ -6,7 +6,7 @@ Shape letters: B sequences, S positions, V vocabulary, L MoE layers, E experts i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,58 +17,16 @@ from moe_async.data import IGNORED_LABEL
 from moe_async.engine.balance import BalanceLosses, count_step, step_totals
 from moe_async.engine.deepspeed_bridge import DeepSpeedBridge
 from moe_async.engine.gradients import StepOutcome
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.engine.report import StepReport
 from moe_async.engine.schedule import learning_rate
 from moe_async.errors import EngineError
 from moe_async.moe import MoELayer
+from moe_async.observe import LoadMeta, StepTally
 from moe_async.ops.sums import RoutingSums
 
 if TYPE_CHECKING:
     from moe_async.recipe import OptimSection
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward and backward pass takes on one rank; every MoE layer must see the same tokens.
-
-    Attributes:
-        tokens: int64 [B, S].
-        labels: int64 [B, S], the next token; `IGNORED_LABEL` where nothing is to be predicted.
-        token_mask: bool [B, S], False for padding, which no other token attends to, no expert sees and no loss or
-            statistic counts; None without padding.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    token_mask: Tensor | None = None
-
-    def routed_tokens(self) -> int:
-        """Tokens that routers see."""
-        return self.tokens.numel() if self.token_mask is None else int(self.token_mask.sum())
-
-    def targets(self) -> Tensor:
-        """The labels that count, int64 [B, S]: those of masked tokens are ignored."""
-        return self.labels if self.token_mask is None else self.labels.where(self.token_mask, IGNORED_LABEL)
-
-    def problem(self) -> str:
-        """What does not fit; empty when everything does."""
-        for name, tensor, dtype in (
-            ("tokens", self.tokens, torch.int64),
-            ("labels", self.labels, torch.int64),
-            ("token_mask", self.token_mask, torch.bool),
-        ):
-            if tensor is None and name != "token_mask":
-                return f"{name} of a micro-batch is None; it must be {dtype} [sequences, positions]."
-            if tensor is not None and (tensor.dtype != dtype or tensor.shape != self.tokens.shape or tensor.dim() != 2):
-                return (
-                    f"{name} of a micro-batch is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} with the "
-                    f"shape of tokens [sequences, positions], which is {tuple(self.tokens.shape)}."
-                )
-        return ""
-
-    def label_tokens(self) -> int:
-        """Positions at which something is to be predicted."""
-        return int((self.targets() != IGNORED_LABEL).sum())
 
 
 class Engine:
@@ -82,6 +40,7 @@ class Engine:
 
     Attributes:
         global_step: optimizer steps done.
+        observed: axes of the figures of loads that a step gathers; None: it gathers none. The same on every rank.
         ahead: steps by which the run, and with it the schedule, is further than this learner; 0 for one on its own.
     """
 
@@ -90,6 +49,7 @@ class Engine:
         self.world = bridge.world
         self.steps = steps
         self.global_step = 0
+        self.observed: LoadMeta | None = None
         self.ahead = 0.0
         self._optim = optim
         self.balance = balance
@@ -133,6 +93,7 @@ class Engine:
         losses = torch.zeros(1 + len(self.balance.terms), dtype=torch.float64, device=self.world.device)
         routings: list[list[RoutingSums]] = []
         outcome = None
+        tally = None if self.observed is None else StepTally(self.observed, self.world.device)
         for index, batch in enumerate(micro_batches):
             output = outputs.pop(0) if outputs else self.bridge.forward(batch.tokens, batch.token_mask)
             parts = [
@@ -141,6 +102,8 @@ class Engine:
             ]
             losses += torch.stack([part.detach().double() for part in parts])
             routings.append([RoutingSums(*(value.detach() for value in sums)) for sums in output.routing])
+            if tally is not None:
+                tally.add(routings[-1], batch.domains)
             objective = self._objective(parts, label_tokens, max(routed_tokens, 1))
             if index == len(micro_batches) - 1:
                 self.world.everyone.all_reduce(losses)
@@ -150,7 +113,10 @@ class Engine:
             self.bridge.backward(objective)
             outcome = self._finish_micro_batch()
         assert outcome is not None
-        return self._report(losses, routings, outcome, label_tokens, routed_tokens)
+        report = self._report(losses, routings, outcome, label_tokens, routed_tokens)
+        if tally is None:
+            return report
+        return replace(report, load=tally.over_ranks(self.world.everyone, self.world.expert))
 
     def _before_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Any], list[RoutingSums] | None]:
         """Forward passes made already, and the totals of the step, where a balance loss needs them."""

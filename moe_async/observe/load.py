@@ -1,12 +1,10 @@
-"""Loads of experts over a window of steps, and their record on disk.
+"""Loads of experts over a window of steps.
 
 Shape letters: L MoE layers, E experts in all.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,29 +37,3 @@ class LoadWindow:
         """Continue a saved window; one that begins at another step starts empty."""
         same = state["after"] == self.after and state["counts"] is not None
         self._counts = torch.tensor(state["counts"], dtype=torch.int64) if same else None
-
-
-class LoadRecorder:
-    """Writes expert loads as JSON Lines: ``{"step": 20, "layer": 0, "counts": [...]}`` per layer.
-
-    ``counts`` are assignments before drop, summed over ranks and over the steps since the line before.
-    """
-
-    def __init__(self, path: Path, layers: tuple[int, ...]) -> None:
-        self._path = path
-        self._layers = layers
-        self._pending: Tensor | None = None
-
-    def add(self, counts_LE: Tensor) -> None:
-        """Take one step's counts."""
-        self._pending = counts_LE if self._pending is None else self._pending + counts_LE
-
-    def write(self, step: int) -> None:
-        """Append the sums up to ``step`` and start anew."""
-        if self._pending is None:
-            return
-        with self._path.open("a") as file:
-            for layer, counts_E in zip(self._layers, self._pending.tolist(), strict=True):
-                line: dict[str, Any] = {"step": step, "layer": layer, "counts": counts_E}
-                file.write(json.dumps(line) + "\n")
-        self._pending = None

@@ -33,6 +33,9 @@ class RoutingSums(NamedTuple):
         sent_G: int64, tokens with at least one expert in each group, zero experts being one group more.
         z_sum: sum of ``logsumexp(logits)^2``, with gradient.
         entropy_sum: sum of the router distribution's entropy in nats, without gradient.
+        top_sum: sum of the largest router probability, without gradient.
+        margin_sum: sum of the gap between the two largest router probabilities, without gradient; the largest itself
+            where there is one choice alone.
         tokens: int64, tokens routed.
         bad_tokens: int64, tokens whose router logits are not finite.
     """
@@ -47,6 +50,8 @@ class RoutingSums(NamedTuple):
     sent_G: Tensor
     z_sum: Tensor
     entropy_sum: Tensor
+    top_sum: Tensor
+    margin_sum: Tensor
     tokens: Tensor
     bad_tokens: Tensor
 
@@ -72,6 +77,10 @@ class RoutingSums(NamedTuple):
                 for value, part in zip(self, parts, strict=True)
             )
         )
+
+
+REAL_SUMS = frozenset({"prob_sum_E", "weight_sum_E", "chance_sum_E", "z_sum", "entropy_sum", "top_sum", "margin_sum"})
+"""The sums that are real numbers; the others count."""
 
 
 def routing_sums(
@@ -100,6 +109,7 @@ def routing_sums(
     probs_TE, taken_TK = selection.probs_TE, selection.taken_TK
     with torch.no_grad():
         entropy_T = -torch.xlogy(probs_TE, probs_TE).sum(dim=-1)
+        top_T, margin_T = _confidence(probs_TE)
         counts = rows.by_expert(selection.experts_TK, taken_TK)
         free = counts if selection.free_TK is None else rows.by_expert(selection.free_TK, None)
         sent = _groups_reached(selection, logits_TE.shape[1], num_zero, device_groups)
@@ -116,9 +126,17 @@ def routing_sums(
         sent_G=rows.add(sent),
         z_sum=rows.add(z_T),
         entropy_sum=rows.add(entropy_T),
+        top_sum=rows.add(top_T),
+        margin_sum=rows.add(margin_T),
         tokens=rows.add(torch.ones_like(z_T, dtype=torch.int64)),
         bad_tokens=rows.add((~logits_TE.detach().isfinite()).any(dim=-1).long()),
     )
+
+
+def _confidence(probs_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest probability of each token, and by how much it leads."""
+    top = probs_TE.topk(min(2, probs_TE.shape[-1]), dim=-1).values
+    return top[:, 0], top[:, 0] - top[:, 1] if top.shape[-1] > 1 else top[:, 0]
 
 
 def _taken(selection: Selection) -> Tensor:

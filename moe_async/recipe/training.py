@@ -166,6 +166,11 @@ class LogSection(Section):
 
     dir: str = Field(default="runs", min_length=1, description="Folder that holds the run folders. Default: runs.")
     every: int = Field(default=10, ge=1, description="Steps between log lines. Default: 10.")
+    load_every: int = Field(
+        default=1,
+        ge=0,
+        description="Steps between those whose loads of experts are recorded in expert_load; 0: none is. Default: 1.",
+    )
     tensorboard: bool = Field(default=False, description="Whether to write TensorBoard scalars. Default: false.")
     sample_tokens: int = Field(
         default=160,

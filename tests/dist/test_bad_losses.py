@@ -5,7 +5,8 @@ import torch
 
 from moe_async.comm import make_world
 from moe_async.engine.start import initialize
-from moe_async.engine.step import IGNORED_LABEL, MicroBatch, next_token_loss_sum
+from moe_async.engine.micro_batch import MicroBatch
+from moe_async.engine.step import IGNORED_LABEL, next_token_loss_sum
 from moe_async.model import build_model
 from moe_async.topology import Topology
 from tests.helpers.small import SMALL, small_recipe

@@ -9,7 +9,8 @@ import torch
 from moe_async.comm import make_world
 from moe_async.data import load_corpus, make_tokenizer
 from moe_async.engine.start import initialize
-from moe_async.engine.step import IGNORED_LABEL, MicroBatch, next_token_loss_sum
+from moe_async.engine.micro_batch import MicroBatch
+from moe_async.engine.step import IGNORED_LABEL, next_token_loss_sum
 from moe_async.engine.stop import StopFlag
 from moe_async.errors import EngineError, MoeAsyncError
 from moe_async.model import build_model

@@ -11,7 +11,7 @@ import torch
 from moe_async.comm import make_world
 from moe_async.engine.diagnose import find_non_finite
 from moe_async.engine.start import initialize
-from moe_async.engine.step import MicroBatch
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.model import build_model
 from moe_async.topology import Topology
 from tests.helpers.small import SMALL, small_recipe

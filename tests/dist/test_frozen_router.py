@@ -5,7 +5,7 @@ import torch
 from moe_async.comm import make_world
 from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
 from moe_async.engine.start import initialize
-from moe_async.engine.step import MicroBatch
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.model import build_model
 from moe_async.recipe import dump_recipe
 from moe_async.topology import Topology

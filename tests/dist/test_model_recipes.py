@@ -8,7 +8,7 @@ import torch
 from moe_async.comm import World, make_world
 from moe_async.data import TrainStream, load_corpus, make_tokenizer
 from moe_async.engine.start import initialize
-from moe_async.engine.step import MicroBatch
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.model import build_model
 from moe_async.model.build import count_parameters, make_transformer
 from moe_async.recipe import load_recipe

@@ -7,7 +7,7 @@ from moe_async.comm import make_world
 from moe_async.engine.checkpoint import load_checkpoint, save_checkpoint
 from moe_async.engine.muon import hidden_matrices
 from moe_async.engine.start import initialize
-from moe_async.engine.step import MicroBatch
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.errors import RecipeError
 from moe_async.model import build_model
 from moe_async.moe.classes import classify, expert_ids

@@ -10,7 +10,8 @@ import torch
 
 from moe_async.comm import make_world
 from moe_async.engine.start import initialize
-from moe_async.engine.step import IGNORED_LABEL, MicroBatch
+from moe_async.engine.micro_batch import MicroBatch
+from moe_async.engine.step import IGNORED_LABEL
 from moe_async.model import build_model
 from moe_async.moe.classes import expert_ids
 from moe_async.topology import Topology

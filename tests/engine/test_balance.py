@@ -6,7 +6,7 @@ import torch
 
 from moe_async.comm import World
 from moe_async.engine.balance import count_step, step_totals
-from moe_async.engine.step import MicroBatch
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.ops.balance import load_fractions
 from moe_async.ops.sums import routing_sums
 from tests.helpers.numerics import assert_close

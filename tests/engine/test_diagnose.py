@@ -5,7 +5,8 @@ from torch import nn
 
 from moe_async.comm import World, make_world
 from moe_async.engine.diagnose import find_non_finite
-from moe_async.engine.step import MicroBatch, next_token_loss_sum
+from moe_async.engine.micro_batch import MicroBatch
+from moe_async.engine.step import next_token_loss_sum
 from moe_async.model import ModelOutput, build_model
 from moe_async.topology import Topology
 from tests.helpers.small import SMALL, small_recipe

@@ -12,7 +12,6 @@ from moe_async.engine.hooks import (
     CheckpointHook,
     EvaluationHook,
     Hook,
-    LoadHook,
     MetricsHook,
     ProgressHook,
     StepRecord,
@@ -94,16 +93,6 @@ def test_metrics_are_a_line_for_each_step_and_evaluation(tmp_path):
         "heldout_bits_per_byte_by_domain": {"code": 2.0, "plants": 3.25},
     }
     assert lines[0] == {"step": 0, **figures} and lines[3] == {"step": 2, **figures}
-
-
-def test_loads_are_sums_since_the_line_before(tmp_path):
-    FakeTrainer().run(LoadHook(RunFolder(tmp_path), (0, 3), every=2), 5)
-    lines = [json.loads(line) for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"step": step, "layer": layer, "counts": counts}
-        for step, sums in ((2, [[6, 2], [4, 4]]), (4, [[6, 2], [4, 4]]), (5, [[3, 1], [2, 2]]))
-        for layer, counts in zip((0, 3), sums, strict=True)
-    ]
 
 
 def test_progress_is_said_at_the_first_step_every_so_often_and_at_the_last():

@@ -9,10 +9,11 @@ from moe_async.comm import World
 from moe_async.engine import loop
 from moe_async.engine.hooks import Hook
 from moe_async.engine.loop import Trainer
-from moe_async.engine.step import MicroBatch, StepReport, next_token_loss_sum
+from moe_async.engine.micro_batch import MicroBatch
+from moe_async.engine.step import StepReport, next_token_loss_sum
 from moe_async.errors import EngineError
 from moe_async.model import build_model
-from moe_async.observe import LoadWindow
+from moe_async.observe import LoadMeta, LoadWindow
 from tests.helpers.small import SMALL, small_recipe
 
 MAX_BAD = 5
@@ -49,7 +50,7 @@ def trainer_of(applied, module=None):
     trainer.engine, trainer.world, trainer.hooks = StubEngine(applied, module), World(), []
     trainer.stop, trainer.exchange = SimpleNamespace(agreed=lambda world: False), None
     trainer.pace = 0.0
-    trainer.load = LoadWindow(0)
+    trainer.load, trainer.observed = LoadWindow(0), LoadMeta((), (), ())
     trainer.tokens = trainer.dropped = trainer.skipped = 0
     trainer._warm, trainer._timed_tokens, trainer._timed_seconds = False, 0, 0.0
     trainer._next_batches = lambda: [MicroBatch(TOKENS, TOKENS)]

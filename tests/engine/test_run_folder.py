@@ -41,7 +41,7 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path):
 def test_the_files_of_a_run(tmp_path):
     folder = RunFolder(tmp_path)
     assert [path.name for path in (folder.recipe, folder.deepspeed, folder.metrics, folder.expert_load)] == [
-        "recipe.yaml", "deepspeed.json", "metrics.jsonl", "expert_load.jsonl"
+        "recipe.yaml", "deepspeed.json", "metrics.jsonl", "expert_load"
     ]  # fmt: skip
     assert folder.summary == tmp_path / "summary.json" and folder.checkpoints == tmp_path / "checkpoints"
 

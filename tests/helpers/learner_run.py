@@ -20,10 +20,11 @@ from moe_async.comm.session import Door
 from moe_async.engine.door import difference
 from moe_async.engine.join import join_run, make_exchange
 from moe_async.engine.learner_exchange import LearnerExchange
+from moe_async.engine.micro_batch import MicroBatch
 from moe_async.engine.run_description import describe_run
 from moe_async.engine.run_folder import learner_run
 from moe_async.engine.start import initialize
-from moe_async.engine.step import Engine, MicroBatch
+from moe_async.engine.step import Engine
 from moe_async.engine.stop import StopFlag
 from moe_async.engine.sync_plan import sync_groups
 from moe_async.model import build_model

@@ -19,6 +19,8 @@ class NaiveRouting:
     z_sum: Tensor
     entropy_sum: float
     tokens: int
+    top_sum: float = 0.0
+    margin_sum: float = 0.0
 
 
 def naive_expert(x: Tensor, w_in: Tensor, w_out: Tensor, kind: str) -> Tensor:
@@ -215,6 +217,9 @@ def naive_sums(logits: Tensor, chosen: list[list[int]], mask: list[bool] | None 
         routing.prob_sum = routing.prob_sum + probs
         routing.z_sum = routing.z_sum + torch.log(total) ** 2
         routing.entropy_sum -= sum(p * math.log(p) for p in probs.tolist() if p > 0)
+        first, *rest = sorted(probs.tolist(), reverse=True)
+        routing.top_sum += first
+        routing.margin_sum += first - (rest[0] if rest else 0.0)
         routing.tokens += 1
         for e in chosen[t]:
             routing.counts[e] += 1

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from moe_async.observe import read_load
 from tests.helpers.launch import Launch, all_gone, free_port, train
 from tests.helpers.texts import tiny_document, write_recipe, write_texts
 
@@ -43,7 +44,7 @@ def test_a_whole_run_leaves_everything_behind(tmp_path, workplace):
     assert launch.wait() == 0, launch.text()
     run = tmp_path / "runs" / "tiny"
     assert {path.name for path in run.iterdir()} == {
-        "recipe.yaml", "deepspeed.json", "metrics.jsonl", "expert_load.jsonl", "summary.json", "checkpoints",
+        "recipe.yaml", "deepspeed.json", "metrics.jsonl", "expert_load", "summary.json", "checkpoints",
     }  # fmt: skip
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_00000006", "step_00000008"]
     assert [line["step"] for line in steps(run)] == list(range(1, 9))
@@ -58,9 +59,12 @@ def test_a_whole_run_leaves_everything_behind(tmp_path, workplace):
     assert summary["params_active"] < summary["params_total"]
     assert [set(layer) for layer in summary["layers"]] == [{"layer", "max_over_mean", "cv", "dead"}] * 2
 
-    loads = [json.loads(line) for line in (run / "expert_load.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["layer"]) for line in loads] == [(s, i) for s in (2, 3, 4, 6, 8) for i in (0, 1)]
-    assert sum(sum(line["counts"]) for line in loads if line["layer"] == 0) == 2 * summary["tokens"]
+    load = read_load(run)
+    assert load.windows["last_step"].tolist() == list(range(1, 9)) and load.meta.layers == ("layer 0", "layer 1")
+    assert (load.windows["counts"].sum(axis=(0, 2)) == 2 * summary["tokens"]).all()
+    assert (load.windows["rank_load"].sum(axis=(0, 2)) == 2 * summary["tokens"]).all()
+    assert load.windows["domain_counts"].sum() == load.windows["counts"].sum()
+    assert set(load.paths.step) == set(range(1, 9)) and (load.paths.experts >= 0).all()
 
     text = launch.text()
     for shown in ("held-out bits per byte", "trigram", "dropped assignments", "layer 1", "> the |", "step 8/8"):

@@ -143,6 +143,8 @@ def test_losses_by_hand():
         sent_G=torch.tensor([3, 2]),
         z_sum=float64(6.0),
         entropy_sum=float64(0.0),
+        top_sum=float64(0.0),
+        margin_sum=float64(0.0),
         tokens=torch.tensor(3),
         bad_tokens=torch.tensor(0),
     )

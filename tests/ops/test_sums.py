@@ -27,6 +27,8 @@ def test_a_hand_written_example():
     assert_close(sums.z_sum, float64(9 * math.log(2.0) ** 2))
     entropy = 2 * (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) + math.log(2)
     assert_close(sums.entropy_sum, float64(entropy))
+    assert_close(sums.top_sum, float64(0.75 + 0.75 + 0.5))
+    assert_close(sums.margin_sum, float64(0.5 + 0.5 + 0.0))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all live", "masked"])
@@ -43,6 +45,8 @@ def test_equals_the_naive_sums_including_gradients(top_k, masked):
     assert sums.tokens.dtype == torch.int64 and sums.tokens.item() == naive.tokens
     assert_close(sums.prob_sum_E, naive.prob_sum)
     assert_close(sums.entropy_sum, float64(naive.entropy_sum))
+    assert_close(sums.top_sum, float64(naive.top_sum))
+    assert_close(sums.margin_sum, float64(naive.margin_sum))
     loss = 0.3 * switch_loss(sums) + 0.1 * z_loss(sums)
     expected = 0.3 * naive_switch_loss(naive, top_k) + 0.1 * naive_z_loss(naive)
     assert_close(loss, expected)
