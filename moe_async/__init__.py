@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "MicroBatch": "moe_async.engine.step",
+    "MicroBatch": "moe_async.engine.micro_batch",
     "MoELayer": "moe_async.moe.layer",
     "MoEOutput": "moe_async.moe.layer",
     "Recipe": "moe_async.recipe",
