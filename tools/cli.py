@@ -15,6 +15,7 @@ TOOLS = {
     "bench_stragglers": "what a slow learner costs, in real launches",
     "compare_policies": "held-out loss under policies between learners at equal tokens, in real launches",
     "evaluate": "held-out loss of a checkpoint in bits per byte",
+    "expert_load": "loads of experts of a run by layer, and the diseases of routing that they show",
     "local_ranks": "ranks to start on this machine for a recipe",
     "selective_precision": "the selective-precision experiment, as one table",
     "simulate_sync": "policies between learners side by side, under a virtual clock",

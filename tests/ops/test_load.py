@@ -1,11 +1,21 @@
 """How evenly experts are loaded, by hand."""
 
 import functools
+import math
 
+import numpy as np
 import pytest
 import torch
 
-from moe_async.ops.load import LoadBalance, load_balance
+from moe_async.ops.load import (
+    LoadBalance,
+    effective_experts,
+    load_balance,
+    load_entropy,
+    max_violation,
+    relative_loads,
+    variation,
+)
 from tests.helpers.numerics import assert_close
 
 float64 = functools.partial(torch.tensor, dtype=torch.float64)
@@ -53,3 +63,25 @@ def test_collapse_onto_one_of_n_gives_n_over_the_mean():
 def test_the_figures_are_plain_numbers():
     actual = load_balance(torch.tensor([1, 2]))
     assert type(actual.max_over_mean) is type(actual.cv) is float and type(actual.dead) is int
+
+
+@pytest.mark.parametrize(
+    ("counts", "violation", "entropy"),
+    [
+        ([5, 5, 5, 5], 0.0, math.log(4)),
+        ([1, 3, 5, 7], 0.75, -sum(n / 16 * math.log(n / 16) for n in (1, 3, 5, 7))),
+        ([0, 8, 0, 0], 3.0, 0.0),
+    ],
+)
+def test_violation_and_entropy_by_hand(counts, violation, entropy):
+    assert float(max_violation(counts)) == pytest.approx(violation)
+    assert float(load_entropy(counts)) == pytest.approx(entropy)
+    assert float(effective_experts(counts)) == pytest.approx(math.exp(entropy))
+
+
+def test_figures_of_many_loads_at_once_and_of_none():
+    loads = np.array([[[2, 6], [0, 0]]])
+    assert relative_loads(loads).tolist() == [[[0.5, 1.5], [0.0, 0.0]]]
+    assert variation(loads).tolist() == [[0.5, 0.0]]
+    assert max_violation(loads).tolist() == [[0.5, 0.0]]
+    assert effective_experts(loads)[0, 1] == 0 and load_entropy(loads)[0, 1] == 0

@@ -1,0 +1,47 @@
+"""The tool that shows who loads which expert, from the shell's side."""
+
+import json
+
+from moe_async.observe.recorder import LoadRecorder
+from moe_async.observe.store import LoadStore
+from tests.observe.loads import figures_of, meta_of
+from tools.expert_load import main
+
+
+def make_run(folder, counts):
+    meta = meta_of()
+    recorder = LoadRecorder(LoadStore(folder / "expert_load", meta))
+    for step in range(1, 41):
+        recorder.add(step, figures_of(meta, counts, tokens=[400, 400], entropy=[400, 400], top=[200, 200]))
+    recorder.flush()
+
+
+EVEN, UNEVEN = [200, 200, 200, 200], [380, 210, 205, 5]
+
+
+def test_a_healthy_run(tmp_path, capsys):
+    make_run(tmp_path, [EVEN, [230, 190, 190, 190]])
+    assert main(["summary", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "steps 37 to 40 of 1 to 40 recorded" in text and "no known disease" in text
+    assert text.index("layer 1") < text.index("layer 0")
+    assert "1.15" in text and "4.0/4" in text
+
+
+def test_a_disease_is_named_and_changes_the_exit_code(tmp_path, capsys):
+    make_run(tmp_path, [EVEN, UNEVEN])
+    assert main(["summary", str(tmp_path), "--steps", "1:20", "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert (document["first_step"], document["last_step"]) == (1, 20)
+    assert document["layers"][1]["max_over_mean"] == 380 / 200 and document["layers"][1]["starved"] == [3]
+    (verdict,) = document["verdicts"]
+    assert (verdict["disease"], verdict["layer"], verdict["experts"]) == ("dying experts", "layer 1", [3])
+    assert "moe.balance" in verdict["treatment"]
+
+
+def test_what_cannot_be_read(tmp_path, capsys):
+    assert main(["summary", str(tmp_path / "none")]) == 1
+    assert "does not exist; give the folder of a run" in capsys.readouterr().err
+    make_run(tmp_path, [EVEN, EVEN])
+    assert main(["summary", str(tmp_path), "--steps", "90:100"]) == 1
+    assert "it holds steps 1 to 40" in capsys.readouterr().err
