@@ -1,27 +1,49 @@
-"""Who loads which expert: figures of each layer of a run, and the diseases of routing that they show.
+"""Who loads which expert in a run: figures of each layer, the diseases of routing that they show, heat maps.
 
     python tools/expert_load.py summary runs/quickstart-sync
-    moe-async expert_load summary runs/quickstart/learner-0 --steps 100:200 --json
+    moe-async expert_load heatmap runs/quickstart/learner-0 --layer "layer 0"
 
-Layers with the most uneven loads come first. Exit code 0: healthy; 1: the record cannot be read; 2: wrong usage;
-3: a disease was found.
+summary shows the layers with the most uneven loads first. Exit code 0: done; 1: a record cannot be read; 2: wrong
+usage; 3: summary found a disease.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from moe_async.errors import LoadError
-from moe_async.observe.figures import LayerFigures, LoadSummary, between, summarise
+from moe_async.observe.figures import (
+    LayerFigures,
+    LoadSummary,
+    between,
+    last_part,
+    refuse_empty,
+    segments,
+    summarise,
+)
+from moe_async.observe.heatmap import LEGEND, heatmap, sharing
 from moe_async.observe.store import read_load
 from moe_async.observe.verdicts import Verdict, verdicts
+from moe_async.ops.load import relative_loads
 
 DISEASED = 3
+HEALTHY = "no known disease of routing"
+COLUMNS_HELP = (
+    "max/mean and cv (coefficient of variation): loads of the experts over all these steps; MaxVio: largest load "
+    "over the mean less one, of each step; micro: the same of each micro-batch; effective: exp of the loads' "
+    "entropy; dead: experts without load; starved: less than a tenth of a fair share; dropped: share of the "
+    "assignments; top-1: largest router probability; drift: part of the load that moved from piece to piece of "
+    "these steps; ranks: load of the busiest rank over the mean, of each step."
+)
+TIME_ROWS = 20
+"""Pieces of a run that a heat map over time shows, at most."""
 _COLUMNS = (
     "layer",
     "max/mean",
@@ -53,27 +75,102 @@ def summary(run: Path, steps: tuple[int, int] | None = None) -> tuple[LoadSummar
     return summarise(record, between(record.windows, *steps) if steps else None), found
 
 
+def comparison(first: LoadSummary, second: LoadSummary) -> list[tuple[LayerFigures | None, LayerFigures | None]]:
+    """The layers of two runs side by side, by name; None where one run has no such layer."""
+    ours, theirs = ({layer.layer: layer for layer in run.layers} for run in (first, second))
+    return [(ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(
-        prog="expert_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    one = commands.add_parser("summary", help="figures of each layer, and the diseases that they show")
-    one.add_argument("run", type=Path, help="folder of a run, or of a record")
-    one.add_argument(
-        "--steps", type=_steps, metavar="FIRST:LAST", help="steps that the figures are of (default: the last tenth)"
-    )
-    one.add_argument("--json", action="store_true", help="print one JSON object")
-    parsed = parser.parse_args(arguments)
+    """Print what was asked for."""
+    parsed = _parser().parse_args(arguments)
     try:
-        figures, found = summary(parsed.run, parsed.steps)
+        code: int = parsed.run_command(parsed)
     except LoadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="expert_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser(
+        "summary", help="figures of each layer, and the diseases that they show", epilog=COLUMNS_HELP
+    )
+    shades = commands.add_parser("heatmap", help="load of each expert as a character: layers by experts, or over time")
+    two = commands.add_parser("compare", help="figures of two runs side by side")
+    shades.add_argument("--layer", metavar="NAME", help="show this layer over time instead of all layers")
+    shades.add_argument("--width", type=int, default=shutil.get_terminal_size().columns, help="characters of a line")
+    for command, runs, function in ((one, ["run"], _summary), (shades, ["run"], _heatmap), (two, ["a", "b"], _compare)):
+        for run in runs:
+            command.add_argument(run, type=Path, help="folder of a run, or of a record")
+        command.add_argument(
+            "--steps", type=_steps, metavar="FIRST:LAST", help="steps to take (default: the last tenth)"
+        )
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.set_defaults(run_command=function)
+    return parser
+
+
+def _summary(parsed: argparse.Namespace) -> int:
+    figures, found = summary(parsed.run, parsed.steps)
     document: dict[str, Any] = {**figures.as_dict(), "verdicts": [verdict.as_dict() for verdict in found]}
     print(json.dumps(document, indent=1) if parsed.json else _table(figures, found))
     return DISEASED if found else 0
+
+
+def _heatmap(parsed: argparse.Namespace) -> int:
+    record = read_load(parsed.run)
+    refuse_empty(record)
+    names, experts = record.meta.layers, record.meta.experts
+    if parsed.layer is not None and parsed.layer not in names:
+        raise LoadError(f"the record has no layer {parsed.layer!r}; it has {', '.join(map(repr, names))}.")
+    # Over time, all of the time is shown unless told otherwise.
+    whole = record.windows if parsed.layer is not None else last_part(record.windows)
+    windows = between(record.windows, *parsed.steps) if parsed.steps else whole
+    pieces = windows.total() if parsed.layer is None else segments(windows, TIME_ROWS)
+    if parsed.layer is None:
+        labels = list(names)
+        counts = [pieces["counts"][0, place, :number] for place, number in enumerate(experts)]
+    else:
+        place = names.index(parsed.layer)
+        labels = [f"{first}-{last}" for first, last in zip(pieces["first_step"], pieces["last_step"], strict=True)]
+        counts = list(pieces["counts"][:, place, : experts[place]])
+    if parsed.json:
+        loads = [relative_loads(row).tolist() for row in counts]
+        print(json.dumps({"rows": labels, "load_over_fair_share": loads}, indent=1))
+        return 0
+    shared = sharing(max(map(len, counts)), labels, parsed.width)
+    print(f"{parsed.layer or 'all layers'}, steps {pieces['first_step'][0]} to {pieces['last_step'][-1]}")
+    print("\n".join(heatmap(labels, counts, parsed.width)))
+    print(LEGEND + (f"; {shared} neighbours share one, which shows the busiest" if shared > 1 else ""))
+    return 0
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    (first, ills), (second, other_ills) = (summary(run, parsed.steps) for run in (parsed.a, parsed.b))
+    pairs = comparison(first, second)
+    if parsed.json:
+        layers = [{"a": a and asdict(a), "b": b and asdict(b)} for a, b in pairs]
+        found = {"a": [ill.as_dict() for ill in ills], "b": [ill.as_dict() for ill in other_ills]}
+        print(json.dumps({"layers": layers, "verdicts": found}, indent=1))
+        return 0
+    none = ("-",) * (len(_COLUMNS) - 1)
+    rows = []
+    for a, b in pairs:
+        for label, layer in (("A", a), ("B", b)):
+            name = (a or b).layer if label == "A" else ""  # type: ignore[union-attr]
+            rows.append((name, label, *(_row(layer)[1:] if layer else none)))
+    lines = [f"A: {parsed.a}, steps {first.first_step} to {first.last_step}"]
+    lines += [f"B: {parsed.b}, steps {second.first_step} to {second.last_step}", ""]
+    lines += _aligned([(_COLUMNS[0], "", *_COLUMNS[1:]), *rows])
+    for label, found_here in (("A", ills), ("B", other_ills)):
+        lines += ["", *(f"{label}: {ill}" for ill in found_here)] if found_here else ["", f"{label}: {HEALTHY}"]
+    print("\n".join(lines))
+    return 0
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -85,17 +182,21 @@ def _steps(text: str) -> tuple[int, int]:
 
 def _table(figures: LoadSummary, found: Sequence[Verdict]) -> str:
     rows = [_row(layer) for layer in figures.worst_first()]
-    widths = [max(map(len, column)) + 2 for column in zip(_COLUMNS, *rows, strict=True)]
     lines = [
         f"steps {figures.first_step} to {figures.last_step} of {figures.recorded[0]} to {figures.recorded[1]} recorded",
         "",
     ]
-    lines += [
-        row[0].ljust(widths[0]) + "".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in (_COLUMNS, *rows)
-    ]
-    lines += ["", *(map(str, found) if found else ["no known disease of routing"])]
+    lines += _aligned([_COLUMNS, *rows])
+    lines += ["", *(map(str, found) if found else [HEALTHY])]
     return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    return [
+        row[0].ljust(widths[0]) + "".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
 
 
 def _row(layer: LayerFigures) -> tuple[str, ...]:

@@ -45,3 +45,29 @@ def test_what_cannot_be_read(tmp_path, capsys):
     make_run(tmp_path, [EVEN, EVEN])
     assert main(["summary", str(tmp_path), "--steps", "90:100"]) == 1
     assert "it holds steps 1 to 40" in capsys.readouterr().err
+
+
+def test_heat_maps_over_layers_and_over_time(tmp_path, capsys):
+    make_run(tmp_path, [EVEN, UNEVEN])
+    assert main(["heatmap", str(tmp_path), "--width", "80"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["all layers, steps 37 to 40", "layer 0  ▅▅▅▅", "layer 1  █▅▅▁"]
+    assert main(["heatmap", str(tmp_path), "--layer", "layer 1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["rows"][0] == "1-2" and document["rows"][-1] == "39-40"
+    assert document["load_over_fair_share"][0] == [1.9, 1.05, 1.025, 0.025]
+    assert main(["heatmap", str(tmp_path), "--layer", "layer 9"]) == 1
+    assert "no layer 'layer 9'; it has 'layer 0', 'layer 1'" in capsys.readouterr().err
+
+
+def test_two_runs_side_by_side(tmp_path, capsys):
+    make_run(tmp_path / "a", [EVEN, EVEN])
+    make_run(tmp_path / "b", [EVEN, UNEVEN])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = capsys.readouterr().out
+    assert "A: no known disease" in text and "B: layer 1: dying experts" in text
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    pair = document["layers"][1]
+    assert (pair["a"]["max_over_mean"], pair["b"]["max_over_mean"]) == (1.0, 1.9)
+    assert [ill["disease"] for ill in document["verdicts"]["b"]] == ["dying experts"]
