@@ -13,6 +13,7 @@ from collections.abc import Sequence
 TOOLS = {
     "bench_delay": "what a delay of the dense reduction buys on a slow link",
     "bench_stragglers": "what a slow learner costs, in real launches",
+    "bench_load": "what recording the loads of experts costs",
     "compare_policies": "held-out loss under policies between learners at equal tokens, in real launches",
     "evaluate": "held-out loss of a checkpoint in bits per byte",
     "expert_load": "loads of experts of a run by layer, and the diseases of routing that they show",

@@ -1,0 +1,24 @@
+"""The measurement of what the record of loads costs, on very little text."""
+
+import json
+import subprocess
+import sys
+
+from tests.helpers.launch import ROOT, environment
+
+COMMAND = [sys.executable, "tools/bench_load.py", "recipes/quickstart-sync.yaml", "--pairs", "2", "--json"]
+
+
+def test_measures_steps_with_and_without():
+    run = subprocess.run(
+        [*COMMAND, "--set", "train.global_batch=2"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(run.stdout[run.stdout.index("{\n") :])
+    assert figures["layers"] == 3 and figures["pairs"] == 2 and figures["step_seconds"] > 0
+    assert set(figures) == {"recipe", "layers", "pairs", "step_seconds", "added", "added_quartiles"}

@@ -1,0 +1,115 @@
+"""What recording the loads of experts costs: step times with and without, in turn, in one process.
+
+    python tools/bench_load.py recipes/quickstart-sync.yaml
+    moe-async bench_load recipes/quickstart-sync.yaml --pairs 60 --json
+
+Steps with and without the record take turns, so that a busy machine slows both alike; the figure is the median of the
+ratios of neighbours, less one. The experts are all in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_async import MicroBatch, build_model, initialize, join_world, load_recipe
+from moe_async.data import TrainStream, load_corpus, make_tokenizer
+from moe_async.engine.load_meta import load_meta
+from moe_async.errors import MoeAsyncError
+from moe_async.observe import LoadStore
+from moe_async.observe.recorder import LoadRecorder
+
+_WARM_STEPS = 3
+
+
+def cost_of_record(recipe_path: Path, pairs: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Median seconds of a step without the record, and what the record adds to it.
+
+    Args:
+        recipe_path: what is trained.
+        pairs: of steps, one with and one without the record.
+        overrides: recipe entries to replace.
+    """
+    recipe = load_recipe(recipe_path, ["parallel.expert=1", *overrides])
+    world = join_world(recipe)
+    corpus = load_corpus(recipe.data, make_tokenizer(recipe.data.tokenizer))
+    engine = initialize(build_model(recipe, world), recipe, world)
+    stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
+    meta = load_meta(recipe, world, corpus.domains)
+
+    def seconds(step: int, recorder: LoadRecorder | None) -> float:
+        batches = [
+            MicroBatch(batch.tokens, batch.labels, domains=batch.domains)
+            for batch in stream.next_step(recipe.train.global_batch, 0, 1, engine.accumulation)
+        ]
+        engine.observed = meta if recorder is not None else None
+        began = time.perf_counter()
+        report = engine.train_step(batches)
+        if recorder is not None and report.load is not None:
+            recorder.add(step, report.load)
+        return time.perf_counter() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = LoadRecorder(LoadStore(Path(folder), meta))
+        for step in range(_WARM_STEPS):
+            seconds(step, recorder)
+        without, added = [], []
+        for pair in range(pairs):
+            step = _WARM_STEPS + pair
+            # Which of the two comes first alternates too.
+            if pair % 2:
+                plain, recorded = seconds(step, None), seconds(step, recorder)
+            else:
+                recorded, plain = seconds(step, recorder), seconds(step, None)
+            without.append(plain)
+            added.append(recorded / plain - 1)
+    return {
+        "recipe": recipe.name,
+        "layers": len(meta.layers),
+        "pairs": pairs,
+        "step_seconds": statistics.median(without),
+        "added": statistics.median(added),
+        "added_quartiles": statistics.quantiles(added, n=4)[::2],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the figures. Exit code 1 when the recipe cannot be trained here."""
+    parser = argparse.ArgumentParser(
+        prog="bench_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--pairs", type=int, default=40, help="of steps with and without the record (default 40)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parsed = parser.parse_args(arguments)
+    if parsed.pairs < 2:
+        parser.error(f"--pairs is {parsed.pairs}; it must be at least 2")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        figures = cost_of_record(parsed.recipe, parsed.pairs, parsed.overrides)
+    except MoeAsyncError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    low, high = figures["added_quartiles"]
+    text = (
+        f"{figures['recipe']}: {figures['layers']} MoE layers, a step of {figures['step_seconds'] * 1e3:.1f} ms takes "
+        f"{figures['added']:+.1%} with the record of loads (quartiles {low:+.1%} to {high:+.1%}, {parsed.pairs} pairs)"
+    )
+    print(json.dumps(figures, indent=1) if parsed.json else text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
