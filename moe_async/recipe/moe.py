@@ -54,7 +54,7 @@ class CapacitySection(Section):
     """
 
     factor: float | None = Field(
-        description="Capacity in training, as a multiple of an even load; null: no limit. Required."
+        description="Capacity in training, as a multiple of an even load, above 0; null: no limit. Required."
     )
     eval_factor: float | None = Field(
         default=None, gt=0, description="The same in evaluation. Default: null, no limit, so nothing is dropped there."

@@ -14,6 +14,7 @@ from moe_async.recipe.section import Section
 
 Weight = Literal["equal", "tokens"]
 
+_POLICY = "Which policy. Required."
 _EVERY = "Steps of a learner between two updates of a fragment. Required."
 _WEIGHT = "What a learner's update counts: equal, or tokens, as many as it saw since its last update (of an expert:"
 _LR = "Outer learning rate. Default: 0.7."
@@ -23,20 +24,20 @@ _MOMENTUM = "Outer Nesterov momentum. Default: 0.9."
 class BspPolicy(Section):
     """All learners' gradients make one step."""
 
-    policy: Literal["bsp"] = "bsp"
+    policy: Literal["bsp"] = Field(default="bsp", description=_POLICY)
 
 
 class MSyncPolicy(Section):
     """The first gradients of the newest version make one step; later ones are dropped."""
 
-    policy: Literal["m_sync"] = "m_sync"
+    policy: Literal["m_sync"] = Field(default="m_sync", description=_POLICY)
     count: int = Field(ge=1, description="Gradients that make a step; at most sync.learners. Required.")
 
 
 class AspPolicy(Section):
     """Every gradient makes a step of its own as it comes."""
 
-    policy: Literal["asp"] = "asp"
+    policy: Literal["asp"] = Field(default="asp", description=_POLICY)
     discount: float = Field(
         default=0.0, ge=0, description="A gradient n versions old counts 1 / (1 + discount * n). Default: 0."
     )
@@ -48,7 +49,7 @@ class AspPolicy(Section):
 class SspPolicy(Section):
     """As asp, but no learner gets more than some steps ahead of the slowest."""
 
-    policy: Literal["ssp"] = "ssp"
+    policy: Literal["ssp"] = Field(default="ssp", description=_POLICY)
     bound: int = Field(ge=0, description="Steps that a learner may be ahead of the slowest. Required.")
     aggregate: Literal["push", "clock"] = Field(
         default="push",
@@ -63,7 +64,7 @@ class SspPolicy(Section):
 class LocalSgdPolicy(Section):
     """The mean of all learners' weights, every so often."""
 
-    policy: Literal["local_sgd"] = "local_sgd"
+    policy: Literal["local_sgd"] = Field(default="local_sgd", description=_POLICY)
     every: int = Field(ge=1, description=_EVERY)
     weight: Weight = Field(default="equal", description=f"{_WEIGHT} tokens that it got). Default: equal.")
 
@@ -71,7 +72,7 @@ class LocalSgdPolicy(Section):
 class DilocoPolicy(Section):
     """Outer Nesterov momentum on the mean of how far the learners came."""
 
-    policy: Literal["diloco"] = "diloco"
+    policy: Literal["diloco"] = Field(default="diloco", description=_POLICY)
     every: int = Field(ge=1, description=_EVERY)
     lr: float = Field(default=0.7, gt=0, description=_LR)
     momentum: float = Field(default=0.9, ge=0, lt=1, description=_MOMENTUM)
@@ -81,7 +82,7 @@ class DilocoPolicy(Section):
 class StreamingDilocoPolicy(Section):
     """DiLoCo fragment by fragment, its results taken some steps later."""
 
-    policy: Literal["streaming_diloco"] = "streaming_diloco"
+    policy: Literal["streaming_diloco"] = Field(default="streaming_diloco", description=_POLICY)
     every: int = Field(ge=1, description=_EVERY)
     fragments: int = Field(ge=1, description="Parts that are sent in turn. Required.")
     overlap: int = Field(
@@ -98,7 +99,7 @@ class StreamingDilocoPolicy(Section):
 class DelayedNesterovPolicy(Section):
     """Every update moves the weights as it comes, the momentum changes after several."""
 
-    policy: Literal["delayed_nesterov"] = "delayed_nesterov"
+    policy: Literal["delayed_nesterov"] = Field(default="delayed_nesterov", description=_POLICY)
     every: int = Field(ge=1, description=_EVERY)
     delay: int | None = Field(
         default=None, ge=1, description="Updates after which the momentum changes. Default: null, sync.learners."
@@ -120,7 +121,7 @@ class OuterSection(Section):
 class DecoupledPolicy(Section):
     """Learners never wait for one another; what has come is merged and sent to all."""
 
-    policy: Literal["decoupled"] = "decoupled"
+    policy: Literal["decoupled"] = Field(default="decoupled", description=_POLICY)
     every: int = Field(ge=1, description=_EVERY)
     fragments: int = Field(default=1, ge=1, description="Parts that are sent in turn. Default: 1.")
     quorum: int = Field(default=1, ge=1, description="Learners whose updates open a merge. Default: 1.")
@@ -153,17 +154,41 @@ class DecoupledPolicy(Section):
 
 
 class SamePolicy(Section):
-    """The policy of `sync.between.dense`, with other values where some are given."""
+    """The policy of `sync.between.dense`, with other values where some are given; not for dense itself."""
 
-    policy: Literal["same"] = "same"
-    every: int | None = Field(default=None, ge=1, description="Default: null, as in dense.")
-    fragments: int | None = Field(default=None, ge=1, description="Default: null, as in dense.")
-    weight: Weight | None = Field(default=None, description="Default: null, as in dense.")
-    quorum: int | None = Field(default=None, ge=1, description="Default: null, as in dense.")
-    grace: float | None = Field(default=None, ge=0, description="Default: null, as in dense.")
-    discount: float | None = Field(default=None, ge=0, description="Default: null, as in dense.")
-    max_lag: int | None = Field(default=None, ge=0, description="Default: null, as in dense.")
-    ahead: int | None = Field(default=None, ge=0, description="Default: null, as in dense.")
+    policy: Literal["same"] = Field(default="same", description=_POLICY)
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Steps of a learner between two updates of a fragment. Default: null, as in dense.",
+    )
+    fragments: int | None = Field(
+        default=None, ge=1, description="Parts that are sent in turn. Default: null, as in dense."
+    )
+    weight: Weight | None = Field(
+        default=None, description=f"{_WEIGHT} tokens that it got). Default: null, as in dense."
+    )
+    quorum: int | None = Field(
+        default=None, ge=1, description="Learners whose updates open a merge. Default: null, as in dense."
+    )
+    grace: float | None = Field(
+        default=None,
+        ge=0,
+        description="Seconds after the quorum in which further updates get into the merge. Default: null, as in dense.",
+    )
+    discount: float | None = Field(
+        default=None,
+        ge=0,
+        description="An update n versions old counts 1 / (1 + discount * n). Default: null, as in dense.",
+    )
+    max_lag: int | None = Field(
+        default=None, ge=0, description="Older updates, in versions, are refused. Default: null, as in dense."
+    )
+    ahead: int | None = Field(
+        default=None,
+        ge=0,
+        description="Updates of a fragment that may be under way before its learner waits. Default: null, as in dense.",
+    )
 
 
 SimplePolicy = (
@@ -202,7 +227,7 @@ _Simple = Annotated[_Tagged, union_discriminator(_policy, "policy", SIMPLE_NAMES
 class SwitchPolicy(Section):
     """One policy, and from some moment on another."""
 
-    policy: Literal["switch"] = "switch"
+    policy: Literal["switch"] = Field(default="switch", description=_POLICY)
     first: _Simple = Field(description="The policy at the beginning. Required.")
     then: _Simple = Field(description="The policy afterwards. Required.")
     step: int | None = Field(
