@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.launch import ROOT, Launch, environment, free_port
 from tests.helpers.texts import tiny_document, write_recipe, write_texts
+from tools.expert_load import DISEASED
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
@@ -38,7 +39,9 @@ def test_the_commands_are_those_that_tests_run():
         "torchrun --nproc-per-node 2 -m moe_async.train --recipe recipes/quickstart-sync.yaml",
         "srun --ntasks 2 python -m moe_async.train --recipe recipes/quickstart-sync.yaml",
         "python tools/evaluate.py runs/quickstart-sync",
+        "python tools/expert_load.py summary runs/quickstart-sync",
         "moe-async evaluate",
+        "moe-async expert_load",
     }
     # What installs is what this test runs in, and `make test` is what runs it.
     assert commands() == run_here | {"make test", "pip install -e .", "pip install -e '.[tensorboard]'"}
@@ -68,6 +71,10 @@ def test_make_train_and_evaluate(tmp_path):
     assert use.wait() == 0 and "1 text" in use.text(), use.text()
     evaluate = Launch(tmp_path, sys.executable, str(ROOT / "tools" / "evaluate.py"), "runs/quickstart-sync")
     assert evaluate.wait() == 0 and "the run itself measured" in evaluate.text(), evaluate.text()
+    for command in ([sys.executable, str(ROOT / "tools" / "expert_load.py")], ["moe-async", "expert_load"]):
+        load = Launch(tmp_path, *command, "summary", "runs/quickstart-sync")
+        # So short a run may well show a disease.
+        assert load.wait() in (0, DISEASED) and "steps 37 to 41 of 1 to 41 recorded" in load.text(), load.text()
 
 
 @pytest.mark.slow
