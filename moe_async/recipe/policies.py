@@ -15,7 +15,17 @@ from moe_async.recipe.section import Section
 Weight = Literal["equal", "tokens"]
 
 _POLICY = "Which policy. Required."
-_EVERY = "Steps of a learner between two updates of a fragment. Required."
+_EVERY_MEANS = "Steps of a learner between two updates of a fragment."
+_EVERY = f"{_EVERY_MEANS} Required."
+_FRAGMENTS = "Parts that are sent in turn."
+_QUORUM = "Learners whose updates open a merge."
+_GRACE = "Seconds after the quorum in which further updates get into the merge."
+_DISCOUNT = "An update n versions old counts 1 / (1 + discount * n)."
+_MAX_LAG = "Older updates, in versions, are refused."
+_AHEAD = (
+    "Updates of a fragment that may be under way before its learner waits: how long it goes on when the syncer is gone."
+)
+_AS_DENSE = "Default: null, as in dense."
 _WEIGHT = "What a learner's update counts: equal, or tokens, as many as it saw since its last update (of an expert:"
 _LR = "Outer learning rate. Default: 0.7."
 _MOMENTUM = "Outer Nesterov momentum. Default: 0.9."
@@ -84,7 +94,7 @@ class StreamingDilocoPolicy(Section):
 
     policy: Literal["streaming_diloco"] = Field(default="streaming_diloco", description=_POLICY)
     every: int = Field(ge=1, description=_EVERY)
-    fragments: int = Field(ge=1, description="Parts that are sent in turn. Required.")
+    fragments: int = Field(ge=1, description=f"{_FRAGMENTS} Required.")
     overlap: int = Field(
         default=0, ge=0, description="Steps from sending a part to taking the result; less than every. Default: 0."
     )
@@ -123,12 +133,12 @@ class DecoupledPolicy(Section):
 
     policy: Literal["decoupled"] = Field(default="decoupled", description=_POLICY)
     every: int = Field(ge=1, description=_EVERY)
-    fragments: int = Field(default=1, ge=1, description="Parts that are sent in turn. Default: 1.")
-    quorum: int = Field(default=1, ge=1, description="Learners whose updates open a merge. Default: 1.")
+    fragments: int = Field(default=1, ge=1, description=f"{_FRAGMENTS} Default: 1.")
+    quorum: int = Field(default=1, ge=1, description=f"{_QUORUM} Default: 1.")
     grace: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds after the quorum in which further updates get into the merge. Default: 0.",
+        description=f"{_GRACE} Default: 0.",
     )
     weight: Weight = Field(default="tokens", description=f"{_WEIGHT} tokens that it got). Default: tokens.")
     over: Literal["arrived", "members"] = Field(
@@ -136,17 +146,12 @@ class DecoupledPolicy(Section):
         description="Weights are divided by their sum over all members (then it does not matter in which groups updates"
         " arrive) or over the arrived. Default: members.",
     )
-    discount: float = Field(
-        default=0.0, ge=0, description="An update n versions old counts 1 / (1 + discount * n). Default: 0."
-    )
-    max_lag: int | None = Field(
-        default=None, ge=0, description="Older updates, in versions, are refused. Default: null, none is."
-    )
+    discount: float = Field(default=0.0, ge=0, description=f"{_DISCOUNT} Default: 0.")
+    max_lag: int | None = Field(default=None, ge=0, description=f"{_MAX_LAG} Default: null, none is.")
     ahead: int = Field(
         default=4,
         ge=0,
-        description="Updates of a fragment that may be under way before its learner waits: how long it goes on when the"
-        " syncer is gone. Default: 4.",
+        description=f"{_AHEAD} Default: 4.",
     )
     outer: OuterSection | None = Field(
         default=None, description="Outer momentum. Default: null, updates are added as they are."
@@ -157,38 +162,14 @@ class SamePolicy(Section):
     """The policy of `sync.between.dense`, with other values where some are given; not for dense itself."""
 
     policy: Literal["same"] = Field(default="same", description=_POLICY)
-    every: int | None = Field(
-        default=None,
-        ge=1,
-        description="Steps of a learner between two updates of a fragment. Default: null, as in dense.",
-    )
-    fragments: int | None = Field(
-        default=None, ge=1, description="Parts that are sent in turn. Default: null, as in dense."
-    )
-    weight: Weight | None = Field(
-        default=None, description=f"{_WEIGHT} tokens that it got). Default: null, as in dense."
-    )
-    quorum: int | None = Field(
-        default=None, ge=1, description="Learners whose updates open a merge. Default: null, as in dense."
-    )
-    grace: float | None = Field(
-        default=None,
-        ge=0,
-        description="Seconds after the quorum in which further updates get into the merge. Default: null, as in dense.",
-    )
-    discount: float | None = Field(
-        default=None,
-        ge=0,
-        description="An update n versions old counts 1 / (1 + discount * n). Default: null, as in dense.",
-    )
-    max_lag: int | None = Field(
-        default=None, ge=0, description="Older updates, in versions, are refused. Default: null, as in dense."
-    )
-    ahead: int | None = Field(
-        default=None,
-        ge=0,
-        description="Updates of a fragment that may be under way before its learner waits. Default: null, as in dense.",
-    )
+    every: int | None = Field(default=None, ge=1, description=f"{_EVERY_MEANS} {_AS_DENSE}")
+    fragments: int | None = Field(default=None, ge=1, description=f"{_FRAGMENTS} {_AS_DENSE}")
+    weight: Weight | None = Field(default=None, description=f"{_WEIGHT} tokens that it got). {_AS_DENSE}")
+    quorum: int | None = Field(default=None, ge=1, description=f"{_QUORUM} {_AS_DENSE}")
+    grace: float | None = Field(default=None, ge=0, description=f"{_GRACE} {_AS_DENSE}")
+    discount: float | None = Field(default=None, ge=0, description=f"{_DISCOUNT} {_AS_DENSE}")
+    max_lag: int | None = Field(default=None, ge=0, description=f"{_MAX_LAG} {_AS_DENSE}")
+    ahead: int | None = Field(default=None, ge=0, description=f"{_AHEAD} {_AS_DENSE}")
 
 
 SimplePolicy = (
