@@ -4,7 +4,8 @@
     moe-async bench_load recipes/quickstart-sync.yaml --pairs 60 --json
 
 Steps with and without the record take turns, so that a busy machine slows both alike; the figure is the median of the
-ratios of neighbours, less one. The experts are all in this process.
+ratios of neighbours, less one. Recorded is what a run records at every step: the routers' figures and the paths of a
+sample of tokens; selection biases and the writing of files are left out. The experts are all in this process.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any
 
 import torch
 
-from moe_async import MicroBatch, build_model, initialize, join_world, load_recipe
+from moe_async import MicroBatch, MoELayer, build_model, initialize, join_world, load_recipe
 from moe_async.data import TrainStream, load_corpus, make_tokenizer
 from moe_async.engine.load_meta import load_meta
 from moe_async.errors import MoeAsyncError
-from moe_async.observe import LoadStore
+from moe_async.observe import LoadStore, read_load
 from moe_async.observe.recorder import LoadRecorder
+from moe_async.observe.sampler import PathSampler
 
 _WARM_STEPS = 3
 
@@ -46,6 +48,8 @@ def cost_of_record(recipe_path: Path, pairs: int, overrides: Sequence[str] = ())
     engine = initialize(build_model(recipe, world), recipe, world)
     stream = TrainStream(corpus, recipe.data.seq_len, recipe.data.seed)
     meta = load_meta(recipe, world, corpus.domains)
+    layers = [part for part in engine.module.modules() if isinstance(part, MoELayer)]
+    sampler = PathSampler(layers, max(meta.top_k, default=0))
 
     def seconds(step: int, recorder: LoadRecorder | None) -> float:
         batches = [
@@ -54,9 +58,13 @@ def cost_of_record(recipe_path: Path, pairs: int, overrides: Sequence[str] = ())
         ]
         engine.observed = meta if recorder is not None else None
         began = time.perf_counter()
+        if recorder is not None:
+            sampler.want()
         report = engine.train_step(batches)
         if recorder is not None and report.load is not None:
-            recorder.add(step, report.load)
+            first = batches[0]
+            paths = sampler.paths(step, first.tokens, first.token_mask, first.domains, len(meta.domains) - 1)
+            recorder.add(step, report.load, paths=paths)
         return time.perf_counter() - began
 
     with tempfile.TemporaryDirectory() as folder:
@@ -73,10 +81,14 @@ def cost_of_record(recipe_path: Path, pairs: int, overrides: Sequence[str] = ())
                 recorded, plain = seconds(step, recorder), seconds(step, None)
             without.append(plain)
             added.append(recorded / plain - 1)
+        recorder.flush()
+        record = read_load(Path(folder))
     return {
         "recipe": recipe.name,
         "layers": len(meta.layers),
         "pairs": pairs,
+        "recorded_steps": int(record.windows["steps"].sum()),
+        "recorded_paths": len(record.paths),
         "step_seconds": statistics.median(without),
         "added": statistics.median(added),
         "added_quartiles": statistics.quantiles(added, n=4)[::2],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -75,10 +76,10 @@ def summary(run: Path, steps: tuple[int, int] | None = None) -> tuple[LoadSummar
     return summarise(record, between(record.windows, *steps) if steps else None), found
 
 
-def comparison(first: LoadSummary, second: LoadSummary) -> list[tuple[LayerFigures | None, LayerFigures | None]]:
+def comparison(first: LoadSummary, second: LoadSummary) -> dict[str, tuple[LayerFigures | None, LayerFigures | None]]:
     """The layers of two runs side by side, by name; None where one run has no such layer."""
     ours, theirs = ({layer.layer: layer for layer in run.layers} for run in (first, second))
-    return [(ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])]
+    return {name: (ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,14 +102,21 @@ def _parser() -> argparse.ArgumentParser:
         "summary", help="figures of each layer, and the diseases that they show", epilog=COLUMNS_HELP
     )
     shades = commands.add_parser("heatmap", help="load of each expert as a character: layers by experts, or over time")
-    two = commands.add_parser("compare", help="figures of two runs side by side")
-    shades.add_argument("--layer", metavar="NAME", help="show this layer over time instead of all layers")
-    shades.add_argument("--width", type=int, default=shutil.get_terminal_size().columns, help="characters of a line")
-    for command, runs, function in ((one, ["run"], _summary), (shades, ["run"], _heatmap), (two, ["a", "b"], _compare)):
+    two = commands.add_parser("compare", help="figures of two runs side by side", epilog=COLUMNS_HELP)
+    shades.add_argument("--layer", metavar="NAME", help="show this layer over all of the time instead of all layers")
+    shades.add_argument("--width", type=_width, default=shutil.get_terminal_size().columns, help="characters of a line")
+    for command, runs, function in (
+        (one, ["run"], _summary),
+        (shades, ["run"], _heatmap),
+        (two, ["a", "b"], _compare),
+    ):
         for run in runs:
             command.add_argument(run, type=Path, help="folder of a run, or of a record")
         command.add_argument(
-            "--steps", type=_steps, metavar="FIRST:LAST", help="steps to take (default: the last tenth)"
+            "--steps",
+            type=_steps,
+            metavar="FIRST:LAST",
+            help="steps to take (default: the last tenth; of --layer, all)",
         )
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run_command=function)
@@ -117,8 +125,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _summary(parsed: argparse.Namespace) -> int:
     figures, found = summary(parsed.run, parsed.steps)
-    document: dict[str, Any] = {**figures.as_dict(), "verdicts": [verdict.as_dict() for verdict in found]}
-    print(json.dumps(document, indent=1) if parsed.json else _table(figures, found))
+    if parsed.json:
+        _print_json({**asdict(figures), "verdicts": list(map(asdict, found))})
+    else:
+        print(_table(figures, found))
     return DISEASED if found else 0
 
 
@@ -141,7 +151,7 @@ def _heatmap(parsed: argparse.Namespace) -> int:
         counts = list(pieces["counts"][:, place, : experts[place]])
     if parsed.json:
         loads = [relative_loads(row).tolist() for row in counts]
-        print(json.dumps({"rows": labels, "load_over_fair_share": loads}, indent=1))
+        _print_json({"rows": labels, "load_over_fair_share": loads})
         return 0
     shared = sharing(max(map(len, counts)), labels, parsed.width)
     print(f"{parsed.layer or 'all layers'}, steps {pieces['first_step'][0]} to {pieces['last_step'][-1]}")
@@ -154,16 +164,14 @@ def _compare(parsed: argparse.Namespace) -> int:
     (first, ills), (second, other_ills) = (summary(run, parsed.steps) for run in (parsed.a, parsed.b))
     pairs = comparison(first, second)
     if parsed.json:
-        layers = [{"a": a and asdict(a), "b": b and asdict(b)} for a, b in pairs]
-        found = {"a": [ill.as_dict() for ill in ills], "b": [ill.as_dict() for ill in other_ills]}
-        print(json.dumps({"layers": layers, "verdicts": found}, indent=1))
+        layers = [{"a": a and asdict(a), "b": b and asdict(b)} for a, b in pairs.values()]
+        _print_json({"layers": layers, "verdicts": {"a": list(map(asdict, ills)), "b": list(map(asdict, other_ills))}})
         return 0
     none = ("-",) * (len(_COLUMNS) - 1)
     rows = []
-    for a, b in pairs:
-        for label, layer in (("A", a), ("B", b)):
-            name = (a or b).layer if label == "A" else ""  # type: ignore[union-attr]
-            rows.append((name, label, *(_row(layer)[1:] if layer else none)))
+    for name, (a, b) in pairs.items():
+        rows.append((name, "A", *(_row(a)[1:] if a else none)))
+        rows.append(("", "B", *(_row(b)[1:] if b else none)))
     lines = [f"A: {parsed.a}, steps {first.first_step} to {first.last_step}"]
     lines += [f"B: {parsed.b}, steps {second.first_step} to {second.last_step}", ""]
     lines += _aligned([(_COLUMNS[0], "", *_COLUMNS[1:]), *rows])
@@ -180,6 +188,12 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+def _width(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of characters, 1 or more")
+    return int(text)
+
+
 def _table(figures: LoadSummary, found: Sequence[Verdict]) -> str:
     rows = [_row(layer) for layer in figures.worst_first()]
     lines = [
@@ -187,8 +201,31 @@ def _table(figures: LoadSummary, found: Sequence[Verdict]) -> str:
         "",
     ]
     lines += _aligned([_COLUMNS, *rows])
+    lines += _bad_tokens(figures)
     lines += ["", *(map(str, found) if found else [HEALTHY])]
     return "\n".join(lines)
+
+
+def _bad_tokens(figures: LoadSummary) -> list[str]:
+    """What has to be known before the figures are believed."""
+    return [
+        f"{layer.layer}: {layer.bad_tokens} tokens had router logits that were not finite; its figures are void"
+        for layer in figures.layers
+        if layer.bad_tokens
+    ]
+
+
+def _print_json(document: Any) -> None:
+    """Standard JSON, which has no NaN."""
+    print(json.dumps(_finite(document), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

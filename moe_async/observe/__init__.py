@@ -1,7 +1,22 @@
 """What is recorded of experts, and the analyses over it. Works in people's own loops too."""
 
+from moe_async.observe.figures import LayerFigures, LoadSummary, summarise
 from moe_async.observe.load import LoadWindow
 from moe_async.observe.store import LoadMeta, LoadRecord, LoadStore, read_load
 from moe_async.observe.tally import StepFigures, StepTally
+from moe_async.observe.verdicts import Verdict, verdicts
 
-__all__ = ["LoadMeta", "LoadRecord", "LoadStore", "LoadWindow", "StepFigures", "StepTally", "read_load"]
+__all__ = [
+    "LayerFigures",
+    "LoadMeta",
+    "LoadRecord",
+    "LoadStore",
+    "LoadSummary",
+    "LoadWindow",
+    "StepFigures",
+    "StepTally",
+    "Verdict",
+    "read_load",
+    "summarise",
+    "verdicts",
+]

@@ -5,14 +5,15 @@ Shape letters: W windows, L MoE layers, E choices of the router (experts, then z
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from moe_async.errors import LoadError
+from moe_async.observe.recorder import FLUSH_WINDOWS
 from moe_async.observe.store import LoadRecord
-from moe_async.observe.windows import Array, Windows
+from moe_async.observe.windows import FIELDS, Array, Windows
 from moe_async.ops.load import effective_experts, load_entropy, max_violation, relative_loads, variation
 
 STARVED = 0.1
@@ -99,10 +100,6 @@ class LoadSummary:
         """The layers, the one with the most uneven loads first."""
         return sorted(self.layers, key=lambda layer: -layer.max_over_mean)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All figures as plain values."""
-        return asdict(self)
-
 
 def last_part(windows: Windows, part: float = 0.1) -> Windows:
     """The windows that begin in the last part of the steps; the last window in any case."""
@@ -132,7 +129,8 @@ def between(windows: Windows, first: int, last: int) -> Windows:
         longest = int((windows["last_step"] - windows["first_step"]).max(initial=0)) + 1
         raise LoadError(
             f"no window of the record lies within steps {first} to {last}; it holds steps "
-            f"{windows['first_step'][0]} to {windows['last_step'][-1]} in windows of up to {longest} steps."
+            f"{windows['first_step'][0]} to {windows['last_step'][-1]} in windows of up to {longest} steps. Give "
+            "steps that hold a whole window."
         )
     return chosen
 
@@ -166,7 +164,10 @@ def refuse_empty(record: LoadRecord) -> None:
     if not record.meta.layers:
         raise LoadError("the record is of a model without experts; there are no loads to show.")
     if not len(record.windows) or not record.windows["tokens"].any():
-        raise LoadError("the record holds no step yet; a run writes every 64 windows, at checkpoints and at its end.")
+        raise LoadError(
+            f"the record holds no step yet; a run writes every {FLUSH_WINDOWS} windows, at checkpoints and at its end. "
+            "Try again then."
+        )
 
 
 def segments(windows: Windows, most: int = _SEGMENTS) -> Windows:
@@ -183,9 +184,7 @@ def shares(counts: Array) -> Array:
 
 def _layer(record: LoadRecord, total: Windows, pieces: Windows, place: int) -> LayerFigures:
     experts = record.meta.experts[place]
-    value = {
-        name: array[0, place] for name, array in total.items().items() if array.ndim > 1 and name != "domain_tokens"
-    }
+    value = {name: total[name][0, place] for name, field in FIELDS.items() if field.shape.startswith("L")}
     counts_E, all_E = value["counts"][:experts], value["counts"]
     tokens, assigned, steps = (
         _at_least_one(value["tokens"]),

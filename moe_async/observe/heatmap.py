@@ -28,23 +28,22 @@ def heatmap(labels: Sequence[str], counts: Sequence[Array], width: int = 100) ->
         width: characters of a line at most; at least one is left for loads. Where experts are more, neighbours share a
             character, which shows the busiest of them.
     """
-    margin = max(map(len, labels), default=0) + 2
-    room = max(width - margin, 1)
-    return [
-        label.ljust(margin) + "".join(map(_shade, _pooled(relative_loads(counts_E), room)))
-        for label, counts_E in zip(labels, counts, strict=True)
-    ]
+    margin = _margin(labels)
+    rows = []
+    for label, counts_E in zip(labels, counts, strict=True):
+        loads_E, size = relative_loads(counts_E), sharing(len(counts_E), labels, width)
+        shown = [float(loads_E[start : start + size].max()) for start in range(0, len(loads_E), size)]
+        rows.append(label.ljust(margin) + "".join(map(_shade, shown)))
+    return rows
 
 
 def sharing(experts: int, labels: Sequence[str], width: int) -> int:
     """How many neighbouring experts share a character of `heatmap`."""
-    room = max(width - max(map(len, labels), default=0) - 2, 1)
-    return max(-(-experts // room), 1)
+    return max(-(-experts // max(width - _margin(labels), 1)), 1)
 
 
-def _pooled(loads_E: Array, room: int) -> list[float]:
-    size = max(-(-len(loads_E) // room), 1)
-    return [float(loads_E[start : start + size].max()) for start in range(0, len(loads_E), size)]
+def _margin(labels: Sequence[str]) -> int:
+    return max(map(len, labels), default=0) + 2
 
 
 def _shade(load: float) -> str:

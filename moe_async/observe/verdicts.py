@@ -8,12 +8,11 @@ Shape letters: E choices of the router (experts, then zero experts), C domains.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from moe_async.observe.figures import STARVED, LayerFigures, first_part, last_part, refuse_empty, summarise
+from moe_async.observe.figures import LayerFigures, first_part, last_part, refuse_empty, summarise
 from moe_async.observe.store import LoadRecord
 from moe_async.observe.windows import Array, Windows
 from moe_async.ops.load import effective_experts, relative_loads
@@ -34,6 +33,8 @@ ENOUGH = 50
 ENOUGH_IN_STEP = 16
 """Assignments of an expert's fair share in one step below which loads swing by chance."""
 
+_BALANCE = "Add {loss: switch, coefficient: 0.01} to moe.balance or raise its coefficient"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -52,10 +53,6 @@ class Verdict:
     experts: tuple[int, ...]
     evidence: str
     treatment: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """All attributes as plain values."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """One line."""
@@ -111,8 +108,7 @@ def _collapse(layer: _Layer) -> Verdict | None:
         (busiest,),
         f"{now:.1f} effective experts of {layer.figures.experts} (at the start {before:.1f}); expert {busiest} has "
         f"{loads_E[busiest] / loads_E.sum():.0%} of the assignments, {len(layer.figures.dead)} experts have none",
-        "Add {loss: switch, coefficient: 0.01} to moe.balance or raise its coefficient, or use moe.router: {kind: "
-        f"sigmoid_bias}}. {layer.balanced_by}",
+        f"{_BALANCE}, or use moe.router: {{kind: sigmoid_bias}}. {layer.balanced_by}",
     )
 
 
@@ -127,10 +123,9 @@ def _dying(layer: _Layer) -> Verdict | None:
     if _has_collapsed(layer) or loads_E.mean() < ENOUGH:
         return None
     relative_E = relative_loads(loads_E)
-    ill = np.flatnonzero(relative_E < STARVED)
-    if not len(ill):
+    experts = tuple(sorted(layer.figures.dead + layer.figures.starved))
+    if not experts:
         return None
-    experts = tuple(int(expert) for expert in ill)
     shown = ", ".join(f"expert {expert} {before_E[expert]:.2f} -> {relative_E[expert]:.2f}" for expert in experts[:4])
     more = f" and {len(experts) - 4} more" if len(experts) > 4 else ""
     return Verdict(
@@ -138,7 +133,7 @@ def _dying(layer: _Layer) -> Verdict | None:
         layer.figures.layer,
         experts,
         f"load over fair share from the first to the last tenth of the steps: {shown}{more}",
-        f"Raise the coefficient of {{loss: switch}} in moe.balance, or give it scope: step. {layer.balanced_by}",
+        f"{_BALANCE}; with small micro-batches give it scope: step. {layer.balanced_by}",
     )
 
 
@@ -199,7 +194,8 @@ def _owned(layer: _Layer) -> Verdict | None:
 
 def _saturated(layer: _Layer) -> Verdict | None:
     figures = layer.figures
-    if figures.experts < 2 or (figures.confidence <= SATURATED and figures.logit_size <= LARGE_LOGITS):
+    # Both are NaN where a token's logits were not finite, which is another ill than saturation.
+    if figures.experts < 2 or not (figures.confidence > SATURATED or figures.logit_size > LARGE_LOGITS):
         return None
     return Verdict(
         "router saturation",

@@ -2,17 +2,19 @@
 
 import json
 
+import pytest
+
 from moe_async.observe.recorder import LoadRecorder
 from moe_async.observe.store import LoadStore
 from tests.observe.loads import figures_of, meta_of
 from tools.expert_load import main
 
 
-def make_run(folder, counts):
-    meta = meta_of()
+def make_run(folder, counts, **others):
+    meta = meta_of(layers=len(counts))
     recorder = LoadRecorder(LoadStore(folder / "expert_load", meta))
     for step in range(1, 41):
-        recorder.add(step, figures_of(meta, counts, tokens=[400, 400], entropy=[400, 400], top=[200, 200]))
+        recorder.add(step, figures_of(meta, counts, **others))
     recorder.flush()
 
 
@@ -71,3 +73,31 @@ def test_two_runs_side_by_side(tmp_path, capsys):
     pair = document["layers"][1]
     assert (pair["a"]["max_over_mean"], pair["b"]["max_over_mean"]) == (1.0, 1.9)
     assert [ill["disease"] for ill in document["verdicts"]["b"]] == ["dying experts"]
+
+
+def test_runs_with_other_layers_are_compared_by_name(tmp_path, capsys):
+    make_run(tmp_path / "a", [EVEN])
+    make_run(tmp_path / "b", [EVEN, EVEN])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["layers"]
+    assert first["a"] == first["b"] and (second["a"], second["b"]["layer"]) == (None, "layer 1")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["layer", "1", "A", *"-" * 11] in lines
+
+
+def test_tokens_that_were_not_finite_are_told_of_and_keep_json_standard(tmp_path, capsys):
+    nan = [float("nan")]
+    make_run(tmp_path, [EVEN], bad_tokens=[2], top=nan, entropy=nan, z=nan, margin=nan)
+    assert main(["summary", str(tmp_path)]) == 0
+    assert "layer 0: 8 tokens had router logits that were not finite" in capsys.readouterr().out
+    assert main(["summary", str(tmp_path), "--json"]) == 0
+    (layer,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["layers"]
+    assert layer["confidence"] is None and layer["bad_tokens"] == 8
+
+
+@pytest.mark.parametrize("width", ["0", "-3", "wide"])
+def test_a_width_that_is_none_is_wrong_usage(tmp_path, capsys, width):
+    with pytest.raises(SystemExit) as end:
+        main(["heatmap", str(tmp_path), f"--width={width}"])
+    assert end.value.code == 2 and "1 or more" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from moe_async.observe.recorder import LoadRecorder
 from moe_async.observe.verdicts import verdicts
 from tests.helpers.small import SMALL, small_recipe
 from tests.helpers.spawn import run_ranks
+from tests.observe.loads import figures_of, meta_of
 
 STEPS, ROWS, LENGTH, VOCAB = 80, 32, 16, 32
 DOMAINS = ("low", "high")
@@ -119,3 +120,31 @@ def test_what_was_planted_is_found_and_nothing_else(runs, name):
         assert {verdict.layer for verdict in found} >= {"layer 0"}
     if name == "dying experts":
         assert all(verdict.experts == (5,) for verdict in found)
+
+
+def found_in(folder, counts, steps=10, domains=("code", "prose", "(none)"), **others):
+    """Diseases of one layer with those counts [E] in every step."""
+    meta = meta_of(layers=1, experts=len(counts), domains=domains)
+    recorder = LoadRecorder(LoadStore(folder, meta))
+    for step in range(1, steps + 1):
+        recorder.add(step, figures_of(meta, [counts], **others))
+    recorder.flush()
+    return [verdict.disease for verdict in verdicts(read_load(folder))]
+
+
+def test_little_evidence_is_none(tmp_path):
+    assert found_in(tmp_path / "few", [60, 60, 60, 1]) == []
+    assert found_in(tmp_path / "many", [80, 80, 80, 1]) == ["dying experts"]
+
+
+@pytest.mark.parametrize(("share", "disease"), [(0.55, ["owned expert"]), (0.65, [])])
+def test_most_of_the_text_may_be_most_of_an_expert(tmp_path, share, disease):
+    counts = [[95, 30, 30, 30], [5, 70, 70, 70], [0, 0, 0, 0]]
+    tokens = [1000 * share, 1000 * (1 - share), 0]
+    assert found_in(tmp_path, [100] * 4, domain_tokens=tokens, domain_counts=[counts]) == disease
+
+
+def test_logits_that_are_not_finite_are_not_taken_for_saturation(tmp_path):
+    nan = [float("nan")]
+    assert found_in(tmp_path / "bad", [100] * 4, top=nan, z=nan, entropy=nan, margin=nan, bad_tokens=[1]) == []
+    assert found_in(tmp_path / "large", [100] * 4, top=[100], z=[200 * 51**2]) == ["router saturation"]
