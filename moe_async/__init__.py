@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moe_async.engine.start import initialize, join_world
     from moe_async.model.build import build_model
     from moe_async.moe.layer import MoELayer, MoEOutput
+    from moe_async.observe.watch import record_load
     from moe_async.recipe import Recipe, load_recipe
     from moe_async.topology import Topology
 
@@ -29,6 +30,7 @@ _HOMES = {
     "initialize": "moe_async.engine.start",
     "join_world": "moe_async.engine.start",
     "load_recipe": "moe_async.recipe",
+    "record_load": "moe_async.observe.watch",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "initialize",
     "join_world",
     "load_recipe",
+    "record_load",
 ]
 
 

@@ -1,7 +1,15 @@
 """Process groups and collectives: the only package that imports ``torch.distributed``."""
 
 from moe_async.comm.collectives import Group, Reduction
-from moe_async.comm.groups import Launch, World, leave_process_group, make_world, read_launch, start_process_group
+from moe_async.comm.groups import (
+    Launch,
+    World,
+    leave_process_group,
+    make_world,
+    read_launch,
+    running_group,
+    start_process_group,
+)
 
 __all__ = [
     "Group",
@@ -11,5 +19,6 @@ __all__ = [
     "leave_process_group",
     "make_world",
     "read_launch",
+    "running_group",
     "start_process_group",
 ]

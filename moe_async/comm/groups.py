@@ -209,6 +209,13 @@ def make_world(
     )
 
 
+def running_group() -> Group:
+    """All ranks of the process group that runs in this process, whoever started it; this process alone without one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Group()
+    return Group(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+
+
 def start_process_group(backend: str, launch: Launch, timeout: timedelta) -> None:
     """Join the launch's process group, unless one is running. Every rank calls it; blocks until all have come.
 

@@ -5,6 +5,7 @@ from moe_async.observe.load import LoadWindow
 from moe_async.observe.store import LoadMeta, LoadRecord, LoadStore, read_load
 from moe_async.observe.tally import StepFigures, StepTally
 from moe_async.observe.verdicts import Verdict, verdicts
+from moe_async.observe.watch import LoadWatch, record_load
 
 __all__ = [
     "LayerFigures",
@@ -12,11 +13,13 @@ __all__ = [
     "LoadRecord",
     "LoadStore",
     "LoadSummary",
+    "LoadWatch",
     "LoadWindow",
     "StepFigures",
     "StepTally",
     "Verdict",
     "read_load",
+    "record_load",
     "summarise",
     "verdicts",
 ]

@@ -70,7 +70,7 @@ class PathSampler:
         place_N = self._taken[0][0]
         if place_N.numel() == 0 or int(place_N.max()) >= tokens_BS.numel():
             return None
-        experts = [_chosen(self._taken[layer][1].cpu().numpy(), self._top_k) for layer in range(self._number)]
+        experts = [taken_first(self._taken[layer][1].cpu().numpy(), self._top_k) for layer in range(self._number)]
         rows_N = place_N // tokens_BS.shape[-1]
         domains = torch.full((len(place_N),), none) if domains_B is None else domains_B.cpu()[rows_N]
         paths = Paths(
@@ -83,19 +83,21 @@ class PathSampler:
             if not self._wanted or layer in self._taken or not module.training:
                 return
             selection_TK = output.selection.detach().reshape(-1, output.selection.shape[-1])
-            place_N = self._places(len(selection_TK))
+            place_N = spread_places(len(selection_TK), self._tokens, self._turn)
             self._taken[layer] = place_N, selection_TK[place_N.to(selection_TK.device)]
 
         return take
 
-    def _places(self, tokens: int) -> Tensor:
-        """Where the sampled tokens stand: spread evenly, from another place on each time."""
-        number = min(self._tokens, tokens)
-        return ((torch.arange(number) * tokens) // max(number, 1) + self._turn * _STRIDE) % max(tokens, 1)
+
+def spread_places(tokens: int, number: int, turn: int) -> Tensor:
+    """Where sampled tokens stand among those of a forward pass, int64 [N]: spread evenly, from another place on at
+    each turn; ``number`` of them at most."""
+    number = min(number, tokens)
+    return ((torch.arange(number) * tokens) // max(number, 1) + turn * _STRIDE) % max(tokens, 1)
 
 
-def _chosen(selection_NK: Array, top_k: int) -> Array:
-    """The experts that were taken, first, in ``top_k`` places."""
+def taken_first(selection_NK: Array, top_k: int) -> Array:
+    """The experts that each token took, int64 [N, top_k]; `NO_EXPERT` behind them where it took fewer."""
     taken = np.where(selection_NK >= 0, selection_NK, NO_EXPERT)
     if taken.shape[1] > top_k:
         order = np.argsort(taken < 0, axis=1, kind="stable")
