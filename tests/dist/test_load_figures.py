@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+import moe_async
 from moe_async.comm import make_world
 from moe_async.engine.load_meta import load_meta
 from moe_async.engine.micro_batch import MicroBatch
 from moe_async.engine.start import initialize
 from moe_async.model import build_model
+from moe_async.observe import read_load
 from moe_async.topology import Topology
 from tests.helpers.numerics import assert_all_close
 from tests.helpers.small import SMALL, small_recipe
@@ -61,3 +63,38 @@ def test_over_ranks_as_in_one_process(world_size, expert):
                 assert np.array_equal(
                     other["rank_load"][:, holders].sum(axis=1), executed_LE[:, list(experts)].sum(axis=1)
                 )
+
+
+def watched(rank, path, world_size, expert):
+    """The engine's figures of each step, while record_load watches its model."""
+    share = BATCHES // world_size
+    recipe = small_recipe(
+        moe=SMALL["moe"] | {"layers": [0, 1], "capacity": {"factor": 0.8}},
+        parallel={"expert": expert, "zero": 0},
+        train={"steps": 10, "global_batch": BATCHES * ROWS, "precision": "float64", "accumulation": share},
+    )
+    world = make_world(Topology(world_size, expert, 4))
+    model = build_model(recipe, world)
+    engine = initialize(model, recipe, world)
+    engine.observed = load_meta(recipe, world, DOMAINS)
+    found = []
+    with moe_async.record_load(model, path, accumulation=share):
+        for step in range(STEPS):
+            batches = [micro_batch(100 * step + rank * share + place) for place in range(share)]
+            found.append(engine.train_step(batches).load)
+    return found, engine.observed
+
+
+@pytest.mark.parametrize(("world_size", "expert"), [(2, 2), (2, 1)])
+def test_record_load_sees_what_the_engine_does(world_size, expert, tmp_path):
+    (figures, meta), *_ = run_ranks(world_size, watched, tmp_path, world_size, expert)
+    record = read_load(tmp_path)
+    assert record.meta.experts == meta.experts and record.meta.top_k == meta.top_k
+    # Without expert parallelism every rank holds all experts, and which rank computes what follows from its tokens.
+    assert record.meta.rank_experts == (meta.rank_experts if expert > 1 else ())
+    for step in range(STEPS):
+        assert figures[step]["dropped"].sum() > 0
+        for name in ("tokens", "counts", "dropped", "prob", "entropy", "z", "top", "margin", "micro_violation_peak"):
+            np.testing.assert_allclose(record.windows[name][step], figures[step][name], rtol=1e-6, err_msg=name)
+        if expert > 1:
+            assert np.array_equal(record.windows["rank_load"][step], figures[step]["rank_load"])
