@@ -30,7 +30,8 @@ from moe_async.observe.figures import (
     summarise,
 )
 from moe_async.observe.heatmap import LEGEND, heatmap, sharing
-from moe_async.observe.store import read_load
+from moe_async.observe.store import LoadRecord, read_load
+from moe_async.observe.traces import read_traces
 from moe_async.observe.verdicts import Verdict, verdicts
 from moe_async.ops.load import relative_loads
 
@@ -65,15 +66,20 @@ def summary(run: Path, steps: tuple[int, int] | None = None) -> tuple[LoadSummar
     """Figures of a run's layers and the diseases of its whole record.
 
     Args:
-        run: its folder, or one that holds a record.
+        run: its folder, or one that holds a record, or a file of router traces.
         steps: first and last step that figures are of; None: the last tenth.
 
     Raises:
         LoadError: there is no such record, or nothing in it.
     """
-    record = read_load(run)
+    record = _record(run)
     found = verdicts(record)
     return summarise(record, between(record.windows, *steps) if steps else None), found
+
+
+def _record(run: Path) -> LoadRecord:
+    """Of a folder, or of a file of router traces."""
+    return read_traces(run) if run.is_file() else read_load(run)
 
 
 def comparison(first: LoadSummary, second: LoadSummary) -> dict[str, tuple[LayerFigures | None, LayerFigures | None]]:
@@ -111,7 +117,11 @@ def _parser() -> argparse.ArgumentParser:
         (two, ["a", "b"], _compare),
     ):
         for run in runs:
-            command.add_argument(run, type=Path, help="folder of a run, or of a record")
+            command.add_argument(
+                run,
+                type=Path,
+                help="folder of a run, or of a record; or JSON Lines of router traces (see docs/tools.md)",
+            )
         command.add_argument(
             "--steps",
             type=_steps,
@@ -133,7 +143,7 @@ def _summary(parsed: argparse.Namespace) -> int:
 
 
 def _heatmap(parsed: argparse.Namespace) -> int:
-    record = read_load(parsed.run)
+    record = _record(parsed.run)
     refuse_empty(record)
     names, experts = record.meta.layers, record.meta.experts
     if parsed.layer is not None and parsed.layer not in names:
@@ -247,7 +257,7 @@ def _row(layer: LayerFigures) -> tuple[str, ...]:
         str(len(layer.dead)),
         str(len(layer.starved)),
         f"{layer.drop_rate:.1%}",
-        f"{layer.confidence:.3f}",
+        f"{layer.confidence:.3f}" if math.isfinite(layer.confidence) else "-",
         "-" if layer.drift is None else f"{layer.drift:.3f}",
         "-" if layer.step_imbalance is None else f"{layer.step_imbalance:.2f}",
     )

@@ -5,10 +5,12 @@ Shape letters: L MoE layers, E choices of the router.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from moe_async.observe.paths import Paths
-from moe_async.observe.store import LoadStore
+from moe_async.observe.store import LoadMeta, LoadRecord
 from moe_async.observe.tally import StepFigures
 from moe_async.observe.windows import FIELDS, Array, Windows
 from moe_async.ops.load import max_violation, relative_loads
@@ -19,6 +21,51 @@ SWING = 1.0
 """An expert has swung when its load went from one side of the mean to the other, by more than a fair share."""
 
 
+class WindowStore(Protocol):
+    """Where windows go: `LoadStore` on disk, `HeldLoads` in memory."""
+
+    meta: LoadMeta
+    window_steps: int
+
+    def append(self, windows: Windows, paths: Paths) -> None:
+        """Add windows that come after those that are there, and the paths of their tokens."""
+        ...
+
+    def forget_after(self, step: int) -> None:
+        """Drop the windows that reach beyond a step."""
+        ...
+
+
+class HeldLoads:
+    """A record in memory, for what is analysed at once.
+
+    Args:
+        meta: what the axes are.
+    """
+
+    window_steps = 1
+
+    def __init__(self, meta: LoadMeta) -> None:
+        self.meta = meta
+        self._windows = Windows.empty(meta.sizes)
+        self._paths = Paths.empty(len(meta.layers), max(meta.top_k, default=0))
+
+    def append(self, windows: Windows, paths: Paths) -> None:
+        """Add windows that come after those that are there, and the paths of their tokens."""
+        self._windows = Windows.joined([self._windows, windows])
+        self._paths = Paths.joined([self._paths, paths])
+
+    def forget_after(self, step: int) -> None:
+        """Drop the windows that reach beyond a step."""
+        self._windows = self._windows.chosen(self._windows["last_step"] <= step)
+        self._paths = self._paths.chosen(self._paths.step <= step)
+
+    @property
+    def record(self) -> LoadRecord:
+        """What is held."""
+        return LoadRecord(self.meta, self._windows, self._paths)
+
+
 class LoadRecorder:
     """Collects steps; one process alone does.
 
@@ -26,7 +73,7 @@ class LoadRecorder:
         store: where they go.
     """
 
-    def __init__(self, store: LoadStore) -> None:
+    def __init__(self, store: WindowStore) -> None:
         self._store = store
         self._pending: list[Windows] = []
         self._paths: list[Paths] = []
