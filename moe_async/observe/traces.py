@@ -3,8 +3,8 @@
 Each line is an object of one of these forms:
 
 * ``{"step": 3, "layer": 0, "experts": [[1, 5], [2, 7]]}``: the experts of each token of a forward pass, [T, K];
-  negative where a token took fewer. Beside it may stand ``probs`` or ``logits`` of the router, [T, E], ``tokens``, the tokens' ids
-  [T], and ``domain``, a label of the text or one for each token.
+  negative where a token took fewer. Beside it may stand ``probs`` or ``logits`` of the router, [T, E], ``tokens``, the
+  tokens' ids [T], and ``domain``, a label of the text or one for each token.
 * ``{"step": 3, "layer": 0, "counts": [40, 2, 7, 15]}``: assignments to each expert before any drop. Beside it may stand
   ``dropped``, [E], ``tokens``, how many were routed (else: as many as assignments), and ``domain``, one label.
 * ``{"routed_experts": [[[1, 5], [0, 3]], ...]}``: the experts of each token in each layer, [T, L, K], as inference
