@@ -18,6 +18,7 @@ TOOLS = {
     "evaluate": "held-out loss of a checkpoint in bits per byte",
     "expert_load": "loads of experts of a run by layer, and the diseases of routing that they show",
     "local_ranks": "ranks to start on this machine for a recipe",
+    "plot": "loss, speed, balance and staleness of runs as one PNG",
     "selective_precision": "the selective-precision experiment, as one table",
     "simulate_sync": "policies between learners side by side, under a virtual clock",
 }
