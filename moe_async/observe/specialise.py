@@ -1,0 +1,97 @@
+"""What experts specialise in, from the experts that each token took.
+
+Shape letters: N tokens, S sequences, K experts per token, E experts, C domains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_async.observe.windows import Array
+
+
+@dataclass(frozen=True)
+class Information:
+    """How much the expert of an assignment tells about the domain of its text.
+
+    Attributes:
+        bits: mutual information between expert and domain.
+        baseline: the same with labels shuffled over sequences, mean; what chance alone gives.
+        spread: its standard deviation over shuffles.
+    """
+
+    bits: float
+    baseline: float
+    spread: float
+
+
+def domain_information(
+    counts_SE: Array, domain_S: Array, domains: int, shuffles: int = 200, seed: int = 0
+) -> Information:
+    """Mutual information between expert and domain, with its shuffled baseline.
+
+    Labels are shuffled over whole sequences, because tokens of one sequence are alike: shuffled over tokens, the
+    baseline would be too low and chance would look like specialisation.
+
+    Args:
+        counts_SE: assignments of each sequence to each expert.
+        domain_S: index of each sequence's domain.
+        domains: C.
+        shuffles: how many.
+        seed: of the shuffles.
+    """
+    chance = np.random.default_rng(seed)
+    labels_S = np.asarray(domain_S, dtype=np.int64)
+    shuffled = [_information(counts_SE, chance.permutation(labels_S), domains) for _ in range(shuffles)]
+    return Information(_information(counts_SE, labels_S, domains), float(np.mean(shuffled)), float(np.std(shuffled)))
+
+
+def _information(counts_SE: Array, domain_S: Array, domains: int) -> float:
+    joint_CE = np.zeros((domains, counts_SE.shape[1]))
+    np.add.at(joint_CE, domain_S, counts_SE)
+    total = joint_CE.sum()
+    if not total:
+        return 0.0
+    joint_CE /= total
+    apart_CE = joint_CE.sum(axis=1, keepdims=True) * joint_CE.sum(axis=0, keepdims=True)
+    there = joint_CE > 0
+    return float((joint_CE[there] * np.log2(joint_CE[there] / apart_CE[there])).sum())
+
+
+def coactivation(experts_NK: Array, experts: int) -> Array:
+    """How often each pair of experts serves the same token, over what independent choices would give, [E, E].
+
+    1 is chance; 0 on the diagonal, and where one of the two served no token.
+
+    Args:
+        experts_NK: the experts of each token; negative places count for nothing.
+        experts: E.
+    """
+    taken_NE = np.zeros((len(experts_NK), experts))
+    rows, columns = np.nonzero(experts_NK >= 0)
+    taken_NE[rows, experts_NK[rows, columns]] = 1.0
+    together_EE = taken_NE.T @ taken_NE
+    alone_E = taken_NE.sum(axis=0)
+    chance_EE = np.outer(alone_E, alone_E) / max(len(experts_NK), 1)
+    lift_EE = np.divide(together_EE, chance_EE, out=np.zeros_like(together_EE), where=chance_EE > 0)
+    np.fill_diagonal(lift_EE, 0.0)
+    return lift_EE
+
+
+def agreement(first_NK: Array, second_NK: Array, experts: int) -> tuple[float, float]:
+    """Share of the experts of a token that two routers have in common, mean over tokens, and what chance would give.
+
+    Chance keeps each router's loads and lets it choose without a look at the token.
+
+    Args:
+        first_NK: the experts that one router gave each token, no expert twice.
+        second_NK: those of the other for the same tokens.
+        experts: E.
+    """
+    common_N = (first_NK[:, :, None] == second_NK[:, None, :]).any(axis=2).sum(axis=1)
+    tokens = max(len(first_NK), 1)
+    first_E, second_E = (np.bincount(part.ravel(), minlength=experts) / tokens for part in (first_NK, second_NK))
+    size = first_NK.shape[1]
+    return float(common_N.mean() / size), float((first_E * second_E).sum() / size)
