@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from moe_async.errors import MoeAsyncError
 from moe_async.observe.figures import segments
 from moe_async.observe.store import read_load
+from moe_async.sync.event_log import read_entries
 
 _PIECES = 200
 """Pieces of a run over which the balance is shown, at most."""
@@ -87,9 +87,10 @@ def read_curves(run: Path) -> list[Curves]:
         raise MoeAsyncError(
             f"{run} holds no metrics.jsonl, nor learner-*/metrics.jsonl; give the folder of a run, such as runs/NAME."
         )
+    name = run.resolve().name
     if not learners:
-        return [_of_folder(run, run.name or str(run))]
-    found = [_of_folder(path.parent, f"{run.name}/{path.parent.name}") for path in learners]
+        return [_of_folder(run, name)]
+    found = [_of_folder(path.parent, f"{name}/{path.parent.name}") for path in learners]
     by_number = {_number(path.parent.name): curves for path, curves in zip(learners, found, strict=True)}
     if (run / "events.jsonl").is_file():
         _add_staleness(run / "events.jsonl", by_number)
@@ -103,7 +104,7 @@ def _number(learner: str) -> int:
 
 def _of_folder(folder: Path, name: str) -> Curves:
     curves = Curves(name)
-    for line in _lines(folder / "metrics.jsonl"):
+    for line in read_entries(folder / "metrics.jsonl"):
         step = line.get("step", 0)
         curves.loss.add(step, line.get("lm_loss"))
         curves.heldout.add(step, line.get("heldout_bits_per_byte"))
@@ -119,23 +120,11 @@ def _of_folder(folder: Path, name: str) -> Curves:
 
 
 def _add_staleness(path: Path, learners: Mapping[int, Curves]) -> None:
-    for number, event in enumerate(line for line in _lines(path) if line.get("event") == "merge"):
+    # The three kinds of a merge are clock gap, version lag and drift.
+    for number, event in enumerate(line for line in read_entries(path) if line.get("event") == "merge"):
         for update, staleness in zip(event["updates"], event["staleness"], strict=True):
             if update["learner"] in learners:
                 learners[update["learner"]].version_lag.add(number + 1, staleness[1])
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file; the last line may be cut short by a crash."""
-    texts = path.read_text(encoding="utf-8").splitlines()
-    found = []
-    for number, text in enumerate(texts, 1):
-        try:
-            found.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            if number < len(texts):
-                raise MoeAsyncError(f"line {number} of {path} is damaged ({error}); remove it.") from error
-    return found
 
 
 def draw(runs: Sequence[Curves], path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from moe_async.comm import World
 from moe_async.observe import LoadMeta
+from moe_async.observe.store import NO_DOMAIN
 
 if TYPE_CHECKING:
     from moe_async.recipe import Recipe
@@ -16,13 +17,13 @@ def load_meta(recipe: Recipe, world: World, domains: tuple[str, ...]) -> LoadMet
     layers = recipe.moe.moe_layers(recipe.model.layers) if recipe.moe else ()
     moe, topology = recipe.moe, world.topology
     if moe is None or not layers:
-        return LoadMeta((), (), (), domains=(*domains, "(none)"))
+        return LoadMeta((), (), (), domains=(*domains, NO_DOMAIN))
     return LoadMeta(
         layers=tuple(f"layer {layer}" for layer in layers),
         experts=(moe.num_experts,) * len(layers),
         top_k=(moe.top_k,) * len(layers),
         zero_experts=moe.zero_experts,
-        domains=(*domains, "(none)"),
+        domains=(*domains, NO_DOMAIN),
         rank_experts=tuple(topology.experts_of(rank) for rank in range(world.size)),
         balanced_by=_balanced_by(recipe),
     )

@@ -86,12 +86,12 @@ def agreement(first_NK: Array, second_NK: Array, experts: int) -> tuple[float, f
     Chance keeps each router's loads and lets it choose without a look at the token.
 
     Args:
-        first_NK: the experts that one router gave each token, no expert twice.
+        first_NK: the experts that one router gave each token, no expert twice; negative places count for nothing.
         second_NK: those of the other for the same tokens.
         experts: E.
     """
-    common_N = (first_NK[:, :, None] == second_NK[:, None, :]).any(axis=2).sum(axis=1)
-    tokens = max(len(first_NK), 1)
-    first_E, second_E = (np.bincount(part.ravel(), minlength=experts) / tokens for part in (first_NK, second_NK))
-    size = first_NK.shape[1]
-    return float(common_N.mean() / size), float((first_E * second_E).sum() / size)
+    taken_NK = first_NK >= 0
+    common = (taken_NK & (first_NK[:, :, None] == second_NK[:, None, :]).any(axis=2)).sum()
+    first_E, second_E = (np.bincount(part[part >= 0], minlength=experts) for part in (first_NK, second_NK))
+    choices = max(int(taken_NK.sum()), 1)
+    return float(common / choices), float((first_E * second_E).sum() / max(len(first_NK), 1) / choices)

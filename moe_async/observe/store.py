@@ -22,6 +22,8 @@ from moe_async.observe.paths import Paths
 from moe_async.observe.windows import FIELDS, Sizes, Windows
 
 FORMAT_VERSION = 1
+NO_DOMAIN = "(none)"
+"""The label of text without a label."""
 BUDGET_BYTES = 2**29
 """Bytes of a folder at most, about: two such records of 48 layers and 256 experts are below 1 GB."""
 LEAST_WINDOWS, MOST_WINDOWS = 64, 1024
@@ -49,7 +51,7 @@ class LoadMeta:
     experts: tuple[int, ...]
     top_k: tuple[int, ...]
     zero_experts: int = 0
-    domains: tuple[str, ...] = ("(none)",)
+    domains: tuple[str, ...] = (NO_DOMAIN,)
     rank_experts: tuple[tuple[int, ...], ...] = ()
     balanced_by: tuple[str, ...] = ()
 

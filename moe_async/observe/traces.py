@@ -30,13 +30,13 @@ import numpy as np
 from moe_async.errors import LoadError
 from moe_async.observe.paths import NO_EXPERT, Paths
 from moe_async.observe.recorder import HeldLoads, LoadRecorder
-from moe_async.observe.store import LoadMeta, LoadRecord
+from moe_async.observe.store import NO_DOMAIN, LoadMeta, LoadRecord
 from moe_async.observe.windows import FIELDS, Array
 from moe_async.ops.load import max_violation
 
-_NO_DOMAIN = "(none)"
 _UNKNOWN = ("prob", "entropy", "z", "top", "margin")
 """Figures that need the router's distribution; NaN where a trace does not hold it."""
+_LARGEST = 2**53
 _FORMS = "'experts' [T][K], 'counts' [E] or 'routed_experts' [T][L][K]"
 
 
@@ -115,7 +115,7 @@ def _of_line(line: dict[str, Any], where: str, lines: Counter[str]) -> Iterator[
 
 def _of_layer(line: dict[str, Any], experts_TK: Array | None, where: str, lines: Counter[str]) -> _Pass:
     name = line.get("layer", 0)
-    if not isinstance(name, int | str):
+    if not isinstance(name, int | str) or isinstance(name, bool):
         raise LoadError(f"{where}: 'layer' is {name!r}; it must be a number or a name.")
     layer = f"layer {name}" if isinstance(name, int) else name
     lines[layer] += 1
@@ -159,15 +159,15 @@ def _array(line: dict[str, Any], key: str, dimensions: int, where: str, real: bo
 
 
 def _whole(value: Any, key: str, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LoadError(f"{where}: {key!r} is {value!r}; it must be a whole number, 0 or more.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
+        raise LoadError(f"{where}: {key!r} is {value!r}; it must be a whole number, 0 or more and below 2^53.")
     return value
 
 
 def _labels(value: Any, tokens: int, where: str) -> tuple[str, ...]:
     """The label of each token; of a line with counts, the one of all."""
     if value is None:
-        return (_NO_DOMAIN,) * tokens
+        return (NO_DOMAIN,) * tokens
     if isinstance(value, str):
         return (value,) * tokens
     if isinstance(value, list) and len(value) == tokens and all(isinstance(item, str) for item in value):
@@ -181,17 +181,27 @@ def _check(found: _Pass) -> None:
         if value is not None and len(value) != tokens:
             raise LoadError(f"{found.where}: {key!r} is of {len(value)} tokens, the experts are of {tokens}.")
     highest = -1 if found.experts_TK is None else int(found.experts_TK.max(initial=-1))
-    widths = [value.shape[1] for value in (found.logits_TE, found.probs_TE) if value is not None]
-    for width in (*widths, *([found.num_experts] if found.num_experts else [])):
+    widths = {
+        key: value.shape[1]
+        for key, value in (("logits", found.logits_TE), ("probs", found.probs_TE))
+        if value is not None
+    }
+    if found.counts_E is not None:
+        widths["counts"] = len(found.counts_E)
+    for key, width in widths.items():
+        if found.num_experts and width > found.num_experts:
+            raise LoadError(f"{found.where}: {key!r} is of {width} experts, but 'num_experts' is {found.num_experts}.")
+    for width in (*widths.values(), *([found.num_experts] if found.num_experts else [])):
         if highest >= width:
             raise LoadError(f"{found.where}: expert {highest} was chosen, but there are {width} experts.")
     if found.counts_E is not None:
         dropped = found.dropped_E
         if (found.counts_E < 0).any() or (
-            dropped is not None and (dropped.shape != found.counts_E.shape or (dropped > found.counts_E).any())
+            dropped is not None
+            and (dropped.shape != found.counts_E.shape or (dropped > found.counts_E).any() or (dropped < 0).any())
         ):
             raise LoadError(
-                f"{found.where}: 'counts' must be 0 or more, and 'dropped' at most as many, for each expert."
+                f"{found.where}: 'counts' must be 0 or more, and 'dropped' 0 or more and at most as many, for each expert."
             )
 
 
@@ -205,24 +215,22 @@ def _meta(passes: Sequence[_Pass], layers: tuple[str, ...]) -> LoadMeta:
             top_k[found.layer] = max(top_k[found.layer], found.experts_TK.shape[1])
         experts[found.layer] = max(experts[found.layer], *widths)
     labels = dict.fromkeys(label for found in passes for label in found.domains)
-    domains = (*(label for label in labels if label != _NO_DOMAIN), _NO_DOMAIN)
+    domains = (*(label for label in labels if label != NO_DOMAIN), NO_DOMAIN)
     return LoadMeta(layers, tuple(experts.values()), tuple(top_k.values()), domains=domains)
 
 
 def _step(passes: Sequence[_Pass], meta: LoadMeta, step: int) -> tuple[dict[str, Array], Paths | None]:
     """Figures of one step, and the paths of its tokens where every layer has equally many."""
     figures = {name: np.zeros(meta.sizes.shape(field)) for name, field in FIELDS.items()}
-    passes_of: Counter[str] = Counter()
     for found in passes:
-        passes_of[found.layer] += 1
-        _add(figures, found, meta)
+        # All layers see the same tokens: those of one layer are the step's.
+        _add(figures, found, meta, count_tokens=found.layer == passes[0].layer)
+    passes_of = Counter(found.layer for found in passes)
     figures["micro_batches"] = np.array([max(passes_of.values())], dtype=np.float64)
-    # All layers see the same tokens, but a trace may hold some layers alone.
-    figures["domain_tokens"] = figures["domain_tokens"] / max(len(passes_of), 1)
     return figures, _paths(passes, meta, step)
 
 
-def _add(figures: dict[str, Array], found: _Pass, meta: LoadMeta) -> None:
+def _add(figures: dict[str, Array], found: _Pass, meta: LoadMeta, *, count_tokens: bool) -> None:
     place = meta.layers.index(found.layer)
     width = meta.sizes.choices
     domains_T = np.array([meta.domains.index(label) for label in found.domains], dtype=np.int64)
@@ -230,32 +238,36 @@ def _add(figures: dict[str, Array], found: _Pass, meta: LoadMeta) -> None:
     if found.experts_TK is not None:
         kept = found.experts_TK >= 0
         np.add.at(counts_CE, (np.broadcast_to(domains_T[:, None], kept.shape)[kept], found.experts_TK[kept]), 1)
-        tokens = float(len(found.experts_TK))
-        np.add.at(figures["domain_tokens"], domains_T, 1)
+        tokens_T = np.ones(len(found.experts_TK))
     else:
         assert found.counts_E is not None
         counts_CE[domains_T[0], : len(found.counts_E)] = found.counts_E
-        tokens = float(found.counts_E.sum() if found.tokens is None else found.tokens)
-        figures["domain_tokens"][domains_T[0]] += tokens
+        tokens_T = np.array([found.counts_E.sum() if found.tokens is None else found.tokens], dtype=np.float64)
         if found.dropped_E is not None:
             figures["dropped"][place, : len(found.dropped_E)] += found.dropped_E
     counts_E = counts_CE.sum(axis=0)
-    figures["tokens"][place] += tokens
+    figures["tokens"][place] += tokens_T.sum()
+    if count_tokens:
+        np.add.at(figures["domain_tokens"], domains_T, tokens_T)
     figures["counts"][place] += counts_E
     figures["domain_counts"][place] += counts_CE
     violation = float(max_violation(counts_E[: meta.experts[place]]))
     figures["micro_violation"][place] += violation
     figures["micro_violation_peak"][place] = max(figures["micro_violation_peak"][place], violation)
-    for name, value in _distribution(found).items():
-        if name == "prob":
-            figures[name][place, : len(value)] += value
-        else:
-            figures[name][place] += value
+    figures["bad_tokens"][place] += _bad_tokens(found)
+    for name, value in _distribution(found, width).items():
+        figures[name][place] += value
 
 
-def _distribution(found: _Pass) -> dict[str, Array]:
-    """Sums over the router's distribution; NaN where it is not known."""
-    unknown = {name: np.array(np.nan) for name in _UNKNOWN} | {"prob": np.full(1, np.nan)}
+def _bad_tokens(found: _Pass) -> int:
+    """Tokens whose logits or probabilities are not finite."""
+    given_TE = found.probs_TE if found.logits_TE is None else found.logits_TE
+    return 0 if given_TE is None else int((~np.isfinite(given_TE)).any(axis=-1).sum())
+
+
+def _distribution(found: _Pass, width: int) -> dict[str, Array]:
+    """Sums over the router's distribution; NaN where it is not known. ``prob`` is of ``width`` experts."""
+    unknown = {name: np.array(np.nan) for name in _UNKNOWN} | {"prob": np.full(width, np.nan)}
     logits_TE, probs_TE = found.logits_TE, found.probs_TE
     if logits_TE is not None:
         largest_T1 = logits_TE.max(axis=-1, keepdims=True)
@@ -267,7 +279,7 @@ def _distribution(found: _Pass) -> dict[str, Array]:
         return unknown
     ordered_TE = np.sort(np.pad(probs_TE, ((0, 0), (1, 0))), axis=-1)
     known = {
-        "prob": probs_TE.sum(axis=0),
+        "prob": np.pad(probs_TE.sum(axis=0), (0, width - probs_TE.shape[1])),
         "entropy": np.asarray(-(probs_TE * np.log(np.where(probs_TE > 0, probs_TE, 1.0))).sum()),
         "top": np.asarray(ordered_TE[:, -1].sum()),
         "margin": np.asarray((ordered_TE[:, -1] - ordered_TE[:, -2]).sum()),

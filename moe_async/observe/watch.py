@@ -23,13 +23,12 @@ from moe_async.observe.paths import Paths
 from moe_async.observe.recorder import LoadRecorder
 from moe_async.observe.routers import Handle, Seen, Watched, watched_layers
 from moe_async.observe.sampler import SAMPLED_TOKENS, spread_places, taken_first
-from moe_async.observe.store import LoadMeta, LoadStore, read_load
+from moe_async.observe.store import NO_DOMAIN, LoadMeta, LoadStore, read_load
 from moe_async.observe.tally import StepFigures, StepTally
 from moe_async.observe.windows import Array
 from moe_async.ops.sums import RoutingSums
 
 _LOG = logging.getLogger(__name__)
-_NO_DOMAIN = "(none)"
 
 
 def record_load(
@@ -74,8 +73,8 @@ def record_load(
     for name, value in (("every", every), ("accumulation", accumulation)):
         if value < 1:
             raise LoadError(f"record_load was given {name}={value}; it must be 1 or more.")
-    if _NO_DOMAIN in domains or len(set(domains)) != len(domains):
-        raise LoadError(f"domains are {tuple(domains)}; each must be there once, and {_NO_DOMAIN!r} is taken.")
+    if NO_DOMAIN in domains or len(set(domains)) != len(domains):
+        raise LoadError(f"domains are {tuple(domains)}; each must be there once, and {NO_DOMAIN!r} is taken.")
     group = running_group() if across_ranks else Group()
     return LoadWatch(model, Path(path), every, accumulation, evaluation, tuple(domains), step, group, sampled_tokens)
 
@@ -268,7 +267,7 @@ class LoadWatch:
             experts=tuple(number - layer.zero_experts for number, layer in zip(choices, layers, strict=True)),
             top_k=tuple(layer.top_k or seen.selection_TK.shape[-1] for layer, seen in zip(layers, first, strict=True)),
             zero_experts=max(zeros),
-            domains=(*self._domains, _NO_DOMAIN),
+            domains=(*self._domains, NO_DOMAIN),
         )
         shard = _shards(held, meta.experts) if self._group.size > 1 else ()
         self._held = shard

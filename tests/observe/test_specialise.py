@@ -38,3 +38,8 @@ def test_agreement_of_two_routers():
     assert agreement(first_NK, first_NK[:, ::-1], 4) == (1.0, 0.5)
     share, chance = agreement(first_NK, np.array([[0, 2], [2, 0], [0, 2], [2, 0]]), 4)
     assert (share, chance) == (0.5, 0.5)
+
+
+def test_agreement_of_tokens_that_took_fewer():
+    first_NK = np.array([[0, -1], [1, 2]])
+    assert agreement(first_NK, np.array([[-1, 3], [2, -1]]), 4) == (1 / 3, 1 / 6)

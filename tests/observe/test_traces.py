@@ -39,6 +39,7 @@ def test_experts_of_each_token(tmp_path):
     np.testing.assert_allclose(windows["entropy"][0, 0], entropy)
     # Logits tell the z as well; where nothing is known, nothing is made up.
     np.testing.assert_allclose(windows["z"][1, 0], np.log(np.exp([2, 0, 0, 1]).sum()) ** 2)
+    assert np.isnan(windows["prob"][:, 1]).all() and np.isfinite(windows["prob"][:, 0]).all()
     assert np.isnan(windows["z"][0, 0]) and np.isnan(windows["entropy"][:, 1]).all()
     assert record.paths.token.tolist() == [7, 9, -1]
     assert record.paths.experts.tolist() == [[[0, 1], [0, NO_EXPERT]], [[3, 2], [0, 2]], [[0, 3], [2, 0]]]
@@ -68,6 +69,17 @@ def test_requests_of_inference_engines(tmp_path):
     assert record.windows["counts"][0, 0].tolist() == [1, 2, 1, 0, 0, 0, 0, 0]
 
 
+def test_layers_of_both_kinds_and_bad_logits(tmp_path):
+    trace = write(
+        tmp_path / "t.jsonl",
+        {"step": 1, "layer": 0, "experts": [[0], [1], [1]], "logits": [[1.0, 0.0], [float("nan"), 1.0], [0.0, 1.0]]},
+        {"step": 1, "layer": 1, "counts": [5, 1]},
+    )
+    windows = read_traces(trace).windows
+    assert windows["domain_tokens"].tolist() == [[3]] and windows["tokens"].tolist() == [[3, 6]]
+    assert windows["bad_tokens"].tolist() == [[1, 0]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -78,7 +90,11 @@ def test_requests_of_inference_engines(tmp_path):
         ('{"experts": [[0, 4]], "probs": [[0.5, 0.5]]}', "expert 4 was chosen, but there are 2 experts"),
         ('{"experts": [[0]], "tokens": [1, 2]}', "'tokens' is of 2 tokens, the experts are of 1"),
         ('{"experts": [[0]], "domain": ["a", "b"]}', "one label, or a list of one for each of 1 tokens"),
-        ('{"counts": [1, 2], "dropped": [2, 0]}', "'dropped' at most as many"),
+        ('{"counts": [1, 2], "dropped": [2, 0]}', "'dropped' 0 or more and at most as many"),
+        ('{"counts": [1, 2], "dropped": [-1, 0]}', "'dropped' 0 or more and at most as many"),
+        ('{"counts": [1, 2, 3], "num_experts": 2}', "'counts' is of 3 experts, but 'num_experts' is 2"),
+        ('{"counts": [1], "step": 9007199254740992}', "0 or more and below 2"),
+        ('{"counts": [1], "layer": true}', "'layer' is True; it must be a number or a name"),
         ('{"counts": [1, 2], "step": -1}', "'step' is -1; it must be a whole number"),
         ('{"counts": [1, 2], "layer": null}', "'layer' is None; it must be a number or a name"),
         ("", "has no line; each is a JSON object"),
