@@ -181,11 +181,8 @@ def _check(found: _Pass) -> None:
         if value is not None and len(value) != tokens:
             raise LoadError(f"{found.where}: {key!r} is of {len(value)} tokens, the experts are of {tokens}.")
     highest = -1 if found.experts_TK is None else int(found.experts_TK.max(initial=-1))
-    widths = {
-        key: value.shape[1]
-        for key, value in (("logits", found.logits_TE), ("probs", found.probs_TE))
-        if value is not None
-    }
+    given = {"logits": found.logits_TE, "probs": found.probs_TE}
+    widths = {key: value.shape[1] for key, value in given.items() if value is not None}
     if found.counts_E is not None:
         widths["counts"] = len(found.counts_E)
     for key, width in widths.items():
@@ -201,7 +198,7 @@ def _check(found: _Pass) -> None:
             and (dropped.shape != found.counts_E.shape or (dropped > found.counts_E).any() or (dropped < 0).any())
         ):
             raise LoadError(
-                f"{found.where}: 'counts' must be 0 or more, and 'dropped' 0 or more and at most as many, for each expert."
+                f"{found.where}: each of 'counts' must be 0 or more, and 'dropped' 0 or more and at most as many."
             )
 
 
