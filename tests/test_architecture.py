@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "moe_async"
 
 # A module imports from layers to its left, or from its own package; those of one layer do not import one another.
 LAYERS = (
-    {"errors"},
+    {"errors", "tables"},
     {"recipe", "topology", "data"},
     {"ops"},
     {"comm"},

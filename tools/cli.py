@@ -19,6 +19,7 @@ TOOLS = {
     "expert_load": "loads of experts of a run by layer, and the diseases of routing that they show",
     "local_ranks": "ranks to start on this machine for a recipe",
     "plot": "loss, speed, balance and staleness of runs as one PNG",
+    "recipe": "recipes before they run: check, show, diff, explain an entry",
     "selective_precision": "the selective-precision experiment, as one table",
     "simulate_sync": "policies between learners side by side, under a virtual clock",
 }

@@ -18,15 +18,12 @@ from typing import Any
 
 import torch
 
-from moe_async import build_model
 from moe_async.comm import World
 from moe_async.data import heldout_batches, load_corpus, make_tokenizer
-from moe_async.engine.checkpoint import load_weights
-from moe_async.engine.checkpoint_folder import MANIFEST, read_manifest
 from moe_async.engine.evaluate import evaluate
-from moe_async.engine.run_folder import RunFolder, resumed_run
+from moe_async.engine.open_checkpoint import open_checkpoint
+from moe_async.engine.run_folder import RunFolder
 from moe_async.errors import MoeAsyncError
-from moe_async.recipe import Recipe, parse_recipe
 
 
 def evaluate_checkpoint(path: Path, overrides: Sequence[str] = (), batch_size: int = 16) -> dict[str, Any]:
@@ -37,29 +34,21 @@ def evaluate_checkpoint(path: Path, overrides: Sequence[str] = (), batch_size: i
         overrides: recipe entries to replace, such as ``data.source=my.txt``.
         batch_size: sequences in a forward pass.
     """
-    run, checkpoint = resumed_run(path.parent, path.name, str(path))
-    recipe = _recipe(checkpoint, overrides)
+    opened = open_checkpoint(path, overrides)
+    recipe, trainer = opened.recipe, opened.manifest.trainer
     corpus = load_corpus(recipe.data, make_tokenizer(recipe.data.tokenizer))
-    model = build_model(recipe)
-    manifest = load_weights(checkpoint, model)
     batches = heldout_batches(corpus, recipe.data.seq_len, rank=0, world_size=1, batch_size=batch_size)
-    result = evaluate(model.eval(), batches, corpus, World())
+    result = evaluate(opened.model, batches, corpus, World())
     figures: dict[str, Any] = {
-        "checkpoint": str(checkpoint),
-        "step": manifest.trainer["step"],
+        "checkpoint": str(opened.folder),
+        "step": trainer["step"],
         "heldout_bits_per_byte": result.bits_per_byte,
         "by_domain": result.by_domain,
     }
     if not overrides:
-        figures["same_text"] = manifest.trainer["data"]["fingerprint"] == corpus.fingerprint
-        figures["run"] = _figure_of_run(run, manifest.trainer["step"])
+        figures["same_text"] = trainer["data"]["fingerprint"] == corpus.fingerprint
+        figures["run"] = _figure_of_run(opened.run, trainer["step"])
     return figures
-
-
-def _recipe(checkpoint: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe in the checkpoint, for one process with all experts."""
-    text = read_manifest(checkpoint).recipe
-    return parse_recipe(text, str(checkpoint / MANIFEST), ["parallel.expert=1", *overrides])
 
 
 def _figure_of_run(run: RunFolder, step: int) -> float | None:

@@ -2,24 +2,23 @@
 
     python tools/expert_load.py summary runs/quickstart-sync
     moe-async expert_load heatmap runs/quickstart/learner-0 --layer "layer 0"
+    moe-async expert_load profile runs/quickstart-sync --data code=src --data prose=texts/*.txt
 
-summary shows the layers with the most uneven loads first. Exit code 0: done; 1: a record cannot be read; 2: wrong
-usage; 3: summary found a disease.
+summary shows the layers with the most uneven loads first. Exit code 0: done; 1: a record, a checkpoint or a text cannot
+be read; 2: wrong usage; 3: summary or profile found a disease.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from moe_async.errors import LoadError
+from moe_async.errors import LoadError, MoeAsyncError
 from moe_async.observe.figures import (
     LayerFigures,
     LoadSummary,
@@ -34,6 +33,7 @@ from moe_async.observe.store import LoadRecord, read_load
 from moe_async.observe.traces import read_traces
 from moe_async.observe.verdicts import Verdict, verdicts
 from moe_async.ops.load import relative_loads
+from moe_async.tables import aligned, json_text
 
 DISEASED = 3
 HEALTHY = "no known disease of routing"
@@ -44,6 +44,8 @@ COLUMNS_HELP = (
     "assignments; top-1: largest router probability; drift: part of the load that moved from piece to piece of "
     "these steps; ranks: load of the busiest rank over the mean, of each step."
 )
+PROFILE_BYTES = 100_000
+"""Text of each domain that a profile takes, unless told otherwise."""
 TIME_ROWS = 20
 """Pieces of a run that a heat map over time shows, at most."""
 _COLUMNS = (
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         code: int = parsed.run_command(parsed)
-    except LoadError as error:
+    except MoeAsyncError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return code
@@ -130,13 +132,40 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run_command=function)
+    _add_profile(commands.add_parser("profile", help="what the experts of a checkpoint specialise in, over a text"))
     return parser
+
+
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Runs a checkpoint over text in this process, and shows the loads of its experts as summary does, the mutual "
+        "information between expert and domain, experts that serve tokens together, the tokens that each expert "
+        "prefers, and how far another checkpoint routes the same tokens alike."
+    )
+    command.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's")
+    command.add_argument(
+        "--data", action="append", default=[], metavar="[DOMAIN=]PATH",
+        help="text: a builtin domain, a file, folder or glob; may be repeated (default: the run's held-out part)",
+    )  # fmt: skip
+    command.add_argument(
+        "--bytes",
+        type=_at_least_one,
+        default=PROFILE_BYTES,
+        help="of text of each domain, at most (default %(default)s)",
+    )
+    command.add_argument("--against", type=Path, metavar="CHECKPOINT", help="another checkpoint, for routing stability")
+    command.add_argument("--layer", metavar="NAME", help="show each expert of this layer")
+    command.add_argument(
+        "--batch-size", type=_at_least_one, default=16, help="sequences in a forward pass (default 16)"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object, all layers and experts in it")
+    command.set_defaults(run_command=_profile)
 
 
 def _summary(parsed: argparse.Namespace) -> int:
     figures, found = summary(parsed.run, parsed.steps)
     if parsed.json:
-        _print_json({**asdict(figures), "verdicts": list(map(asdict, found))})
+        print(json_text({**asdict(figures), "verdicts": list(map(asdict, found))}))
     else:
         print(_table(figures, found))
     return DISEASED if found else 0
@@ -161,7 +190,7 @@ def _heatmap(parsed: argparse.Namespace) -> int:
         counts = list(pieces["counts"][:, place, : experts[place]])
     if parsed.json:
         loads = [relative_loads(row).tolist() for row in counts]
-        _print_json({"rows": labels, "load_over_fair_share": loads})
+        print(json_text({"rows": labels, "load_over_fair_share": loads}))
         return 0
     shared = sharing(max(map(len, counts)), labels, parsed.width)
     print(f"{parsed.layer or 'all layers'}, steps {pieces['first_step'][0]} to {pieces['last_step'][-1]}")
@@ -175,7 +204,8 @@ def _compare(parsed: argparse.Namespace) -> int:
     pairs = comparison(first, second)
     if parsed.json:
         layers = [{"a": a and asdict(a), "b": b and asdict(b)} for a, b in pairs.values()]
-        _print_json({"layers": layers, "verdicts": {"a": list(map(asdict, ills)), "b": list(map(asdict, other_ills))}})
+        ills_of = {"a": list(map(asdict, ills)), "b": list(map(asdict, other_ills))}
+        print(json_text({"layers": layers, "verdicts": ills_of}))
         return 0
     none = ("-",) * (len(_COLUMNS) - 1)
     rows = []
@@ -184,11 +214,41 @@ def _compare(parsed: argparse.Namespace) -> int:
         rows.append(("", "B", *(_row(b)[1:] if b else none)))
     lines = [f"A: {parsed.a}, steps {first.first_step} to {first.last_step}"]
     lines += [f"B: {parsed.b}, steps {second.first_step} to {second.last_step}", ""]
-    lines += _aligned([(_COLUMNS[0], "", *_COLUMNS[1:]), *rows])
+    lines += aligned([(_COLUMNS[0], "", *_COLUMNS[1:]), *rows])
     for label, found_here in (("A", ills), ("B", other_ills)):
         lines += ["", *(f"{label}: {ill}" for ill in found_here)] if found_here else ["", f"{label}: {HEALTHY}"]
     print("\n".join(lines))
     return 0
+
+
+def _profile(parsed: argparse.Namespace) -> int:
+    # Only this command needs torch's models; the others start faster without them.
+    from moe_async.engine.profile import profile_checkpoint
+    from moe_async.engine.profile_text import EXPLAINED, profile_document, profile_lines
+
+    found = profile_checkpoint(
+        parsed.checkpoint, parsed.data, parsed.bytes, parsed.against, parsed.batch_size, _show_progress
+    )
+    names = [layer.layer for layer in found.profile.layers]
+    if parsed.layer is not None and parsed.layer not in names:
+        raise LoadError(f"the model has no layer {parsed.layer!r}; it has {', '.join(map(repr, names))}.")
+    if parsed.json:
+        print(json_text(profile_document(found)))
+    else:
+        print(_table(found.profile.summary, found.profile.verdicts), "", sep="\n")
+        print("\n".join(profile_lines(found, parsed.layer)), EXPLAINED, sep="\n")
+    return DISEASED if found.profile.verdicts else 0
+
+
+def _show_progress(name: str, done: int, number: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{name}: {done} of {number} sequences", end="\n" if done == number else "", file=sys.stderr)
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -210,7 +270,7 @@ def _table(figures: LoadSummary, found: Sequence[Verdict]) -> str:
         f"steps {figures.first_step} to {figures.last_step} of {figures.recorded[0]} to {figures.recorded[1]} recorded",
         "",
     ]
-    lines += _aligned([_COLUMNS, *rows])
+    lines += aligned([_COLUMNS, *rows])
     lines += _bad_tokens(figures)
     lines += ["", *(map(str, found) if found else [HEALTHY])]
     return "\n".join(lines)
@@ -222,27 +282,6 @@ def _bad_tokens(figures: LoadSummary) -> list[str]:
         f"{layer.layer}: {layer.bad_tokens} tokens had router logits that were not finite; its figures are void"
         for layer in figures.layers
         if layer.bad_tokens
-    ]
-
-
-def _print_json(document: Any) -> None:
-    """Standard JSON, which has no NaN."""
-    print(json.dumps(_finite(document), indent=1, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    return [
-        row[0].ljust(widths[0]) + "".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
     ]
 
 

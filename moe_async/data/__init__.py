@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moe_async.data.builtin import BUILTIN_DOMAINS, builtin_documents
-from moe_async.data.corpus import Corpus, bits_per_byte, is_held_out, load_corpus
+from moe_async.data.corpus import Corpus, bits_per_byte, is_held_out, load_corpus, whole_corpus
 from moe_async.data.documents import Document
 from moe_async.data.ngram import TrigramModel
 from moe_async.data.sources import read_documents
@@ -36,6 +36,7 @@ __all__ = [
     "load_corpus",
     "make_tokenizer",
     "read_documents",
+    "whole_corpus",
 ]
 _NEED_TORCH = frozenset({"IGNORED_LABEL", "Batch", "TrainStream", "heldout_batches"})
 

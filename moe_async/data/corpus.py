@@ -92,6 +92,25 @@ def load_corpus(section: DataSection, tokenizer: Tokenizer) -> Corpus:
     return corpus
 
 
+def whole_corpus(section: DataSection, tokenizer: Tokenizer) -> Corpus:
+    """All text of a recipe's `data` section as held-out text, nothing to train on: for looking at a model.
+
+    Of each domain the first documents are taken until their text reaches `section.heldout_bytes`.
+
+    Raises DataError when a source cannot be read, or a domain has fewer than two tokens.
+    """
+    texts: dict[str, _DomainText] = {}
+    for entry in section.source:
+        text = texts.setdefault(entry.domain, _DomainText())
+        text.weight += entry.weight
+        text.heldout += read_documents(entry)
+    corpus = _assemble(texts, section.heldout_bytes, tokenizer)
+    for name, stream in zip(corpus.domains, corpus.heldout, strict=True):
+        if len(stream) < 2:
+            raise DataError(f"domain {name!r} has {len(stream)} tokens of text; give it files that are not empty.")
+    return corpus
+
+
 def is_held_out(text: bytes, share: float) -> bool:
     """Whether a document is held out: its sha256, as a number in [0, 1), is below `share`.
 

@@ -95,3 +95,52 @@ def agreement(first_NK: Array, second_NK: Array, experts: int) -> tuple[float, f
     first_E, second_E = (np.bincount(part[part >= 0], minlength=experts) for part in (first_NK, second_NK))
     choices = max(int(taken_NK.sum()), 1)
     return float(common / choices), float((first_E * second_E).sum() / max(len(first_NK), 1) / choices)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A token that an expert serves more often than its load alone would have it.
+
+    Attributes:
+        token: its id.
+        count: how often the expert served it.
+        lift: share of the token among what the expert serves, over its share among what all serve; 1 is chance.
+    """
+
+    token: int
+    count: int
+    lift: float
+
+
+def preferred_tokens(
+    token_N: Array, experts_NK: Array, experts: int, most: int = 6, least: int = 5
+) -> list[tuple[Preference, ...]]:
+    """The tokens that tell each expert from the others, those that say most first.
+
+    Tokens are in the order of their parts of the divergence between what an expert serves and what all serve,
+    ``count * log(lift)``: no rare token leads because of its lift alone, nor a frequent one because of its count.
+
+    Args:
+        token_N: id of each token.
+        experts_NK: the experts of each token; negative places count for nothing.
+        experts: E.
+        most: tokens of an expert.
+        least: times that an expert has to have served a token.
+    """
+    rows, columns = np.nonzero(experts_NK >= 0)
+    known_V, place_N = np.unique(token_N, return_inverse=True)
+    served_EV = np.zeros((experts, len(known_V)), dtype=np.int64)
+    np.add.at(served_EV, (experts_NK[rows, columns], place_N[rows]), 1)
+    all_V, all_E = served_EV.sum(axis=0), served_EV.sum(axis=1)
+    chance_EV = np.outer(all_E, all_V) / max(all_E.sum(), 1)
+    lift_EV = np.divide(served_EV, chance_EV, out=np.zeros(chance_EV.shape), where=chance_EV > 0)
+    there_EV = (served_EV >= least) & (lift_EV > 1)
+    says_EV = np.where(there_EV, served_EV * np.log(np.where(there_EV, lift_EV, 1.0)), 0.0)
+    return [
+        tuple(
+            Preference(int(known_V[place]), int(served_EV[expert, place]), float(lift_EV[expert, place]))
+            for place in np.argsort(-says_EV[expert], kind="stable")[:most]
+            if there_EV[expert, place]
+        )
+        for expert in range(experts)
+    ]

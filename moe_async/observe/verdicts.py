@@ -75,6 +75,11 @@ class _Layer:
         return counts
 
     @property
+    def changes(self) -> bool:
+        """Whether the record has a beginning and an end; one window has not."""
+        return bool(self.first["last_step"][0] < self.last["last_step"][0])
+
+    @property
     def balanced_by(self) -> str:
         """What keeps the experts even now, in words."""
         terms = self.record.meta.balanced_by
@@ -102,11 +107,12 @@ def _collapse(layer: _Layer) -> Verdict | None:
         return None
     loads_E = layer.loads(layer.last)
     busiest = int(loads_E.argmax())
+    start = f" (at the start {before:.1f})" if layer.changes else ""
     return Verdict(
         "collapse",
         layer.figures.layer,
         (busiest,),
-        f"{now:.1f} effective experts of {layer.figures.experts} (at the start {before:.1f}); expert {busiest} has "
+        f"{now:.1f} effective experts of {layer.figures.experts}{start}; expert {busiest} has "
         f"{loads_E[busiest] / loads_E.sum():.0%} of the assignments, {len(layer.figures.dead)} experts have none",
         f"{_BALANCE}, or use moe.router: {{kind: sigmoid_bias}}. {layer.balanced_by}",
     )
@@ -126,13 +132,18 @@ def _dying(layer: _Layer) -> Verdict | None:
     experts = tuple(sorted(layer.figures.dead + layer.figures.starved))
     if not experts:
         return None
-    shown = ", ".join(f"expert {expert} {before_E[expert]:.2f} -> {relative_E[expert]:.2f}" for expert in experts[:4])
+    changes = [f"{before_E[expert]:.2f} -> " if layer.changes else "" for expert in experts]
+    shown = ", ".join(
+        f"expert {expert} {change}{relative_E[expert]:.2f}"
+        for expert, change in zip(experts[:4], changes, strict=False)
+    )
     more = f" and {len(experts) - 4} more" if len(experts) > 4 else ""
+    period = " from the first to the last tenth of the steps" if layer.changes else ""
     return Verdict(
         "dying experts",
         layer.figures.layer,
         experts,
-        f"load over fair share from the first to the last tenth of the steps: {shown}{more}",
+        f"load over fair share{period}: {shown}{more}",
         f"{_BALANCE}; with small micro-batches give it scope: step. {layer.balanced_by}",
     )
 

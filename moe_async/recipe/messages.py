@@ -237,7 +237,7 @@ def _owner_and_field(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[
 
 def _model_of(annotation: object, tag: str, otherwise: type[BaseModel]) -> type[BaseModel]:
     """Gives the model inside an annotation: of several, the one whose ``kind`` or ``policy`` the tag names."""
-    models = list(_models_in(annotation))
+    models = list(models_in(annotation))
     named = [
         model
         for model in models
@@ -247,8 +247,9 @@ def _model_of(annotation: object, tag: str, otherwise: type[BaseModel]) -> type[
     return next(iter([*named, *models]), otherwise)
 
 
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Gives the section classes inside an annotation, as those of a union or of a list's entries."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from models_in(argument)

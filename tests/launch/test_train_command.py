@@ -70,6 +70,7 @@ def test_a_whole_run_leaves_everything_behind(tmp_path, workplace):
     for shown in ("held-out bits per byte", "trigram", "dropped assignments", "layer 1", "> the |", "step 8/8"):
         assert shown in text, shown
     check_evaluate_tool(tmp_path, run, summary)
+    check_profile(tmp_path, run, summary)
     check_branch(tmp_path, tmp_path / "tiny.yaml", run, summary)
 
 
@@ -82,6 +83,35 @@ def check_evaluate_tool(folder, run, summary):
     assert figures["run"] == summary["heldout_bits_per_byte"] and figures["same_text"]
     newest = Launch(folder, "moe-async", "evaluate", str(run))
     assert newest.wait() == 0 and "the run itself measured" in newest.text(), newest.text()
+
+
+def check_profile(folder, run, summary):
+    """A checkpoint's routing over its held-out text, and against itself and its predecessor."""
+    before = sorted((run / "checkpoints").iterdir())[0]
+    command = [sys.executable, "-m", "tools.expert_load", "profile", summary["checkpoint"], "--json", "--against"]
+    with_itself = Launch(folder, *command, summary["checkpoint"])
+    with_another = Launch(folder, *command, str(before), "--bytes", "3000")
+    assert with_itself.wait() in (0, 3) and with_another.wait() in (0, 3), with_itself.text() + with_another.text()
+    document = json.loads(with_itself.text())
+    tokens = sum(document["tokens"].values())
+    assert document["step"] == 8 and tokens > 0
+    for layer, figures in zip(document["specialisation"], document["summary"]["layers"], strict=True):
+        assert figures["layer"] == layer["layer"] and figures["tokens"] == tokens
+        assert layer["stability"]["agreement"] == 1.0
+    other = json.loads(with_another.text())
+    assert sum(other["tokens"].values()) < tokens
+    assert all(0 < layer["stability"]["agreement"] < 1 for layer in other["specialisation"])
+    # A folder of one's own text, as a table.
+    text = folder / "own"
+    text.mkdir()
+    (text / "a.txt").write_text("All of it is read. " * 40)
+    table = Launch(
+        folder, "moe-async", "expert_load", "profile", str(run), "--data", f"mine={text}", "--layer", "layer 1"
+    )
+    assert table.wait() in (0, 3) and f"tokens: mine {19 * 40}" in table.text(), table.text()
+    assert "preferred tokens" in table.text() and "layer 1: load over the fair share" in table.text()
+    wrong = Launch(folder, "moe-async", "expert_load", "profile", str(run), "--data", "mine=nowhere")
+    assert wrong.wait() == 1 and "nowhere" in wrong.text(), wrong.text()
 
 
 def check_branch(folder, recipe, run, summary):
