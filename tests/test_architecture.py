@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "moe_async"
 LAYERS = (
     {"errors", "tables"},
     {"recipe", "topology", "data"},
-    {"ops"},
+    {"ops", "plan"},
     {"comm"},
     {"moe", "sync", "observe"},
     {"model"},
@@ -155,7 +155,7 @@ def deepspeed(source: Source) -> Iterator[Finding]:
 
 def torch_free(source: Source) -> Iterator[Finding]:
     """Imports of torch where recipes and integers are."""
-    if source.part in ("recipe", "topology", "errors"):
+    if source.part in ("recipe", "topology", "errors", "tables", "plan"):
         yield from ((found.line, "imports torch") for found in imports(source) if found.within("torch"))
 
 

@@ -18,6 +18,7 @@ TOOLS = {
     "evaluate": "held-out loss of a checkpoint in bits per byte",
     "expert_load": "loads of experts of a run by layer, and the diseases of routing that they show",
     "local_ranks": "ranks to start on this machine for a recipe",
+    "plan": "what a recipe needs on so many accelerators: memory, traffic, time, and the best layout",
     "plot": "loss, speed, balance and staleness of runs as one PNG",
     "recipe": "recipes before they run: check, show, diff, explain an entry",
     "selective_precision": "the selective-precision experiment, as one table",

@@ -53,6 +53,7 @@ class Activations:
         in_block: besides, when the last block's gradient is computed; less than nothing where more was freed before.
         in_embedding: besides, when the embedding's gradient is computed, at the very end.
         dispatch: of the rows of one layer in flight between ranks, part of ``in_block``.
+        one_block: what the largest block keeps, and its gradients at work.
     """
 
     kept: int
@@ -62,6 +63,7 @@ class Activations:
     in_block: int
     in_embedding: int
     dispatch: int
+    one_block: int
 
     @property
     def temporary(self) -> int:
@@ -127,10 +129,13 @@ def activations(sizes: ModelSizes, width: Widths, load: Load, recompute: str) ->
     in_norm = tokens * sizes.model.dim * (3 * width.stored + (width.dense if width.dense < width.stored else 0))
     in_head = held_logits + max(head_gradient, waiting + in_norm)
     in_flight = _in_flight(sizes, width, load)
-    in_block = held_logits + waiting - tail.bytes + block_again + in_flight + _gradients(sizes, width, load)
+    gradients = _gradients(sizes, width, load)
+    in_block = held_logits + waiting - tail.bytes + block_again + in_flight + gradients
     # Tied, both gradients and their sum; all else is free by then.
     in_embedding = held_logits + (3 if sizes.model.tie_embeddings else 1) * head * width.stored - total
-    return Activations(total, everything.weights, at_loss, in_head, in_block, in_embedding, in_flight)
+    return Activations(
+        total, everything.weights, at_loss, in_head, in_block, in_embedding, in_flight, largest.bytes + gradients
+    )
 
 
 def _attention(sizes: ModelSizes, width: Widths, load: Load) -> _Kept:
