@@ -11,7 +11,7 @@ N      ?=
 STAMP = $(VENV)/.installed
 BIN   = $(abspath $(VENV))/bin
 
-.PHONY: train test check setup clean
+.PHONY: train test check setup browser clean
 
 train: $(STAMP)
 	@line="$$($(BIN)/python tools/local_ranks.py --command $(if $(N),--ranks $(N)) $(RECIPE) 2>/dev/null)" || \
@@ -38,6 +38,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# A Chromium for the tests of pages, which are left out where there is none.
+browser:
+	@command -v chromium > /dev/null || { \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null; } || { \
+	  echo "Could not install Chromium; on Debian, as root: apt-get install chromium"; exit 1; }
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -24,7 +24,7 @@ LAYERS = (
     {"comm"},
     {"moe", "sync", "observe"},
     {"model"},
-    {"engine"},
+    {"engine", "report"},
     {"train", "syncer", "launch"},
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -11,12 +11,14 @@ be read; 2: wrong usage; 3: summary or profile found a disease.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from moe_async.errors import LoadError, MoeAsyncError
 from moe_async.observe.figures import (
@@ -132,8 +134,22 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run_command=function)
+    _add_report(commands.add_parser("report", help="one HTML page of a run: loads over time, specialisation, costs"))
     _add_profile(commands.add_parser("profile", help="what the experts of a checkpoint specialise in, over a text"))
     return parser
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Writes one HTML file that needs no network. For several learners, give the folder of the run."
+    )
+    command.add_argument("run", type=Path, help="folder of a run, or one that moe_async.record_load wrote")
+    command.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file (default report.html)")
+    command.add_argument(
+        "--profile", type=Path, metavar="FILE", help="what profile --json printed, for specialisation over all tokens"
+    )
+    command.add_argument("--json", action="store_true", help="print what the page shows as one JSON object instead")
+    command.set_defaults(run_command=_report)
 
 
 def _add_profile(command: argparse.ArgumentParser) -> None:
@@ -238,6 +254,29 @@ def _profile(parsed: argparse.Namespace) -> int:
         print(_table(found.profile.summary, found.profile.verdicts), "", sep="\n")
         print("\n".join(profile_lines(found, parsed.layer)), EXPLAINED, sep="\n")
     return DISEASED if found.profile.verdicts else 0
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from moe_async.report.document import report_document
+    from moe_async.report.page import report_page
+
+    document = report_document(parsed.run, None if parsed.profile is None else _read_json(parsed.profile))
+    if parsed.json:
+        print(json_text(document))
+        return 0
+    try:
+        parsed.output.write_text(report_page(document), encoding="utf-8")
+    except OSError as error:
+        raise LoadError(f"{parsed.output} cannot be written ({error.strerror}); give another file with -o.") from error
+    print(f"wrote {parsed.output}")
+    return 0
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read ({error}); give what expert_load profile --json printed.") from error
 
 
 def _show_progress(name: str, done: int, number: int) -> None:

@@ -49,12 +49,17 @@ def domain_information(
 
 
 def _information(counts_SE: Array, domain_S: Array, domains: int) -> float:
-    joint_CE = np.zeros((domains, counts_SE.shape[1]))
-    np.add.at(joint_CE, domain_S, counts_SE)
-    total = joint_CE.sum()
+    counts_CE = np.zeros((domains, counts_SE.shape[1]))
+    np.add.at(counts_CE, domain_S, counts_SE)
+    return mutual_information(counts_CE)
+
+
+def mutual_information(counts_CE: Array) -> float:
+    """Mutual information between the rows and the columns of a table of counts, in bits; 0 without counts."""
+    total = counts_CE.sum()
     if not total:
         return 0.0
-    joint_CE /= total
+    joint_CE = counts_CE / total
     apart_CE = joint_CE.sum(axis=1, keepdims=True) * joint_CE.sum(axis=0, keepdims=True)
     there = joint_CE > 0
     return float((joint_CE[there] * np.log2(joint_CE[there] / apart_CE[there])).sum())

@@ -40,6 +40,8 @@ def test_the_commands_are_those_that_tests_run():
         "srun --ntasks 2 python -m moe_async.train --recipe recipes/quickstart-sync.yaml",
         "python tools/evaluate.py runs/quickstart-sync",
         "python tools/expert_load.py summary runs/quickstart-sync",
+        "python tools/expert_load.py report runs/quickstart-sync",
+        "python tools/plan.py recipes/models/olmoe-1b-7b.yaml --gpus 64",
         "moe-async evaluate",
         "moe-async expert_load",
     }
@@ -75,6 +77,14 @@ def test_make_train_and_evaluate(tmp_path):
         load = Launch(tmp_path, *command, "summary", "runs/quickstart-sync")
         # So short a run may well show a disease.
         assert load.wait() in (0, DISEASED) and "steps 37 to 41 of 1 to 41 recorded" in load.text(), load.text()
+    tool = [sys.executable, str(ROOT / "tools" / "expert_load.py")]
+    report = Launch(tmp_path, *tool, "report", "runs/quickstart-sync")
+    assert report.wait() == 0 and "<!DOCTYPE html>" in (tmp_path / "report.html").read_text(), report.text()
+
+
+def test_the_plan(tmp_path):
+    plan = Launch(ROOT, sys.executable, "tools/plan.py", "recipes/models/olmoe-1b-7b.yaml", "--gpus", "64")
+    assert plan.wait() == 0 and "fits 80.0 GB" in plan.text(), plan.text()
 
 
 @pytest.mark.slow
