@@ -46,7 +46,7 @@ COLUMNS_HELP = (
     "assignments; top-1: largest router probability; drift: part of the load that moved from piece to piece of "
     "these steps; ranks: load of the busiest rank over the mean, of each step."
 )
-PROFILE_BYTES = 100_000
+PROFILE_BYTES = 30_000
 """Text of each domain that a profile takes, unless told otherwise."""
 TIME_ROWS = 20
 """Pieces of a run that a heat map over time shows, at most."""

@@ -58,7 +58,7 @@ class CheckpointProfile:
 def profile_checkpoint(
     path: Path,
     sources: Sequence[str] = (),
-    max_bytes: int = 100_000,
+    max_bytes: int = 30_000,
     against: Path | None = None,
     batch_size: int = 16,
     progress: Progress | None = None,

@@ -24,4 +24,5 @@ def test_measures_steps_with_and_without():
     assert figures["layers"] == 3 and figures["pairs"] == 2
     # Three steps to warm up, and one of each pair; each gave its sample of paths.
     assert figures["recorded_steps"] == 3 + 2 and figures["recorded_paths"] == 5 * SAMPLED_TOKENS
+    assert 0 < figures["spent"] < 1
     assert isinstance(figures["added"], float) and len(figures["added_quartiles"]) == 2
