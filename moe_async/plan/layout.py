@@ -75,6 +75,7 @@ def layout_of(recipe: Recipe, gpus: int) -> Layout:
             f"multiple of {learners}."
         )
     ranks = gpus // learners
+    recipe.check_world(ranks)
     return Layout(
         gpus,
         learners,

@@ -195,7 +195,7 @@ def _time_lines(plan: Plan) -> list[str]:
     lines = aligned(rows)
     lines += [f"beside it, {name}: {seconds:.3g} s" for name, seconds in time.hidden.items()]
     lines.append(
-        f"{model / 1e9:.2f} GFLOP a token forward and backward, {model * tokens / 1e15:.2f} PFLOP a step; "
+        f"{_digits(model / 1e9)} GFLOP a token forward and backward, {_digits(model * tokens / 1e15)} PFLOP a step; "
         f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}"
     )
     return lines
@@ -273,6 +273,10 @@ def _planned_document(one: Planned) -> dict[str, Any]:
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}".capitalize()
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _gb(size: float) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_async.errors import RecipeError
 from moe_async.recipe import ModelSection, MoeSection, Recipe
 
 BYTE_VOCABULARY = 257
@@ -159,11 +158,3 @@ def input_width(kind: str, hidden: int) -> int:
 def ffn_parameters(kind: str, dim: int, hidden: int) -> int:
     """Parameters of a feed-forward network without biases."""
     return input_width(kind, hidden) * dim + hidden * dim
-
-
-def require_experts(sizes: ModelSizes, expert_parallel: int) -> None:
-    """Raises RecipeError when the experts do not divide over so many ranks."""
-    if sizes.moe is not None and sizes.moe.num_experts % expert_parallel:
-        raise RecipeError(
-            f"parallel.expert is {expert_parallel}, which does not divide the {sizes.moe.num_experts} experts."
-        )

@@ -59,6 +59,7 @@ def test_what_cannot_be_planned(capsys):
         ([OLMOE, "--gpus", "8", "--gpu", "tpu"], "known are a100, h100"),
         ([OLMOE, "--gpus", "8", "--memory", "80"], "write it like 80GB"),
         ([QUICK, "--gpus", "3"], "multiple of 2"),
+        (["recipes/quickstart-sync.yaml", "--gpus", "1"], "parallel.expert"),
         (["nothing.yaml", "--gpus", "8"], "nothing.yaml"),
     ):
         assert main(arguments) == 1
