@@ -90,6 +90,15 @@ def rank_memory(recipe: Recipe, sizes: ModelSizes, layout: Layout, skew: float =
             backward |= {"activations": acts.one_block, "cast weights": 0, "temporary buffers": 0}
         else:
             backward["gradients"] = 0
+    graphs = graphs_at_once(recipe, layout.accumulation)
+    if graphs > 1 and (graphs - 1) * acts.kept > gradients:
+        # All graphs are there before the first gradient is.
+        backward["gradients"] = 0
+        backward["activations"] *= graphs
+        backward["cast weights"] *= graphs
+    if recipe.sync.delay:
+        # Dense gradients of earlier steps, on their way.
+        base["delayed gradients"] = backward["delayed gradients"] = recipe.sync.delay * sizes.replicated * stored
     if layout.zero:
         backward["reduction bucket"] = _bucket(recipe) * stored
         if layout.zero == 1:
@@ -104,6 +113,14 @@ def _step(sizes: ModelSizes, layout: Layout, experts: int, part: float, stored: 
         return {"gradients": everything * stored, "temporary buffers": everything * stored}
     group = max(sizes.replicated / layout.ranks, experts / layout.replicas)
     return {"gradients": round(2 * part * stored), "temporary buffers": round(group * stored)}
+
+
+def graphs_at_once(recipe: Recipe, accumulation: int) -> int:
+    """Micro-batches whose activations are kept at once: all of a step where a loss over it keeps their graphs."""
+    moe = recipe.moe
+    if moe is None or moe.step_loads != "keep" or all(term.scope != "step" for term in moe.balance):
+        return 1
+    return accumulation
 
 
 def rows_of(recipe: Recipe, layout: Layout, skew: float) -> float:

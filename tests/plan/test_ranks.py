@@ -71,7 +71,8 @@ def train(rank, overrides):
 
         engine.bridge.step = watched_step
         accumulation = recipe.train.accumulation
-        for _ in range(2):
+        # As many steps as fill a queue of delayed gradients.
+        for _ in range(4):
             tokens = torch.randint(0, 257, (accumulation, 4 // accumulation, LENGTH))
             dist.all_to_all_single, dist.all_reduce = sent.all_to_all, sent.all_reduce
             sent.rows = sent.reduced = 0
@@ -92,6 +93,27 @@ def test_memory_of_a_rank(zero, expert, accumulation):
     always, peak, _, _ = run_ranks(2, train, overrides)[0]
     planned = sum(memory.backward.get(name, 0) for name in ("weights", "optimizer", "master weights"))
     assert planned == pytest.approx(always, rel=0.01)
+    assert sum(memory.backward.values()) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optim.kind=sgd"],
+        ["optim.kind=sgd", "optim.momentum=0.9"],
+        ["optim.kind=muon"],
+        ["sync.inside={delay: 1}"],
+        ["sync.inside={delay: 2}", "train.accumulation=2"],
+        ["train.accumulation=2", "moe.step_loads=keep", "moe.balance=[{loss: switch, coefficient: 0.01, scope: step}]"],
+    ],
+)
+def test_memory_of_optimizers_and_schedules(overrides):
+    overrides = ["parallel.zero=0", *overrides]
+    recipe = recipe_of(overrides)
+    memory = rank_memory(recipe, model_sizes(recipe), layout_of(recipe, 2))
+    always, peak, _, _ = run_ranks(2, train, overrides)[0]
+    assert memory.backward["weights"] + memory.backward["optimizer"] == pytest.approx(always, rel=0.01)
     assert sum(memory.backward.values()) == pytest.approx(peak, rel=0.1)
 
 
