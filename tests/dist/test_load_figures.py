@@ -10,6 +10,7 @@ from moe_async.engine.load_meta import load_meta
 from moe_async.engine.micro_batch import MicroBatch
 from moe_async.engine.start import initialize
 from moe_async.model import build_model
+from moe_async.moe.router import Router
 from moe_async.observe import read_load
 from moe_async.topology import Topology
 from tests.helpers.numerics import assert_all_close
@@ -98,3 +99,32 @@ def test_record_load_sees_what_the_engine_does(world_size, expert, tmp_path):
             np.testing.assert_allclose(record.windows[name][step], figures[step][name], rtol=1e-6, err_msg=name)
         if expert > 1:
             assert np.array_equal(record.windows["rank_load"][step], figures[step]["rank_load"])
+
+
+def biased(rank, path, world_size):
+    """The selection biases of each layer after each step, while record_load watches the model."""
+    share = BATCHES // world_size
+    recipe = small_recipe(
+        moe=SMALL["moe"] | {"layers": [0, 1], "balance": [], "router": {"kind": "sigmoid_bias", "update": {"rule": "proportional", "rate": 0.1}}},
+        parallel={"expert": world_size, "zero": 0},
+        train={"steps": 10, "global_batch": BATCHES * ROWS, "precision": "float32", "accumulation": share},
+    )
+    world = make_world(Topology(world_size, world_size, 4))
+    model = build_model(recipe, world)
+    engine = initialize(model, recipe, world)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    found = []
+    with moe_async.record_load(model, path, accumulation=share):
+        for step in range(STEPS):
+            engine.train_step([micro_batch(100 * step + rank * share + place) for place in range(share)])
+            found.append(np.stack([router.bias_state.bias_E.numpy().copy() for router in routers]))
+    return found
+
+
+def test_recorded_biases_are_those_after_each_step(tmp_path):
+    first, second = run_ranks(2, biased, tmp_path, 2)
+    record = read_load(tmp_path)
+    for step in range(STEPS):
+        assert np.array_equal(first[step], second[step]) and np.abs(first[step]).max() > 0.01
+        np.testing.assert_allclose(record.windows["bias"][step], first[step], rtol=1e-6)
+    assert not np.array_equal(first[0], first[1])
