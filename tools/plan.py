@@ -10,6 +10,7 @@ on so many accelerators; 2: wrong usage; 3: it does not fit.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             accelerator=chip,
             memory=chip.memory if parsed.memory is None else parse_bytes(parsed.memory),
             skew=parsed.skew,
-            reserve=parse_bytes(parsed.reserve),
+            reserve=parse_bytes(parsed.reserve, zero=True),
             products_reach=parsed.products_reach,
             links_reach=parsed.links_reach,
         )
@@ -78,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _factor(text: str) -> float:
     value = _number(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than 1, which is an even load")
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a factor, 1 (an even load) or more")
     return value
 
 

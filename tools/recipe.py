@@ -160,7 +160,7 @@ def _explain(parsed: argparse.Namespace) -> int:
     for one in found:
         print("\n".join(_lines(one)), end="\n\n")
     if not files:
-        print("No recipes of models were found here; name a folder with --recipes.")
+        print(f"No recipes of models were found in {folder or 'recipes/models'}; name a folder with --recipes.")
         return 0
     print("Value in the recipes of published models:")
     for value, names in values.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_async.plan.sizes import ModelSizes, Widths, ffn_parameters, head_sizes, input_width
+from moe_async.plan.sizes import ModelSizes, Widths, ffn_parameters, head_sizes, input_width, journeys, real_choices
 
 _ID = 8
 """Bytes of a token id or an expert id."""
@@ -177,8 +177,6 @@ def _moe(sizes: ModelSizes, width: Widths, load: Load) -> _Kept:
     top_k = moe.top_k
     router = _norm(dim, width) + dim * width.stored
     router += 3 * moe.choices * max(width.stored, _STATISTIC) + top_k * (2 * _ID + 2 * width.stored)
-    # The rows that came back, and the same by token, both in the type of the weights.
-    merged = top_k * dim * width.stored * (1 + moe.num_experts / moe.choices)
     per_row = dim * width.expert + _hidden(moe.expert, moe.expert_dim) * width.expert
     if moe.expert_dropout:
         per_row += moe.expert_dim * width.expert
@@ -194,15 +192,31 @@ def _moe(sizes: ModelSizes, width: Widths, load: Load) -> _Kept:
         shared += dim * width.dense if moe.shared_gate else 0
         if width.dense < width.stored:
             weights += ffn_parameters(moe.expert, dim, moe.shared_dim) * width.dense
-    return _Kept(load.tokens * (router + merged + shared) + _rows(sizes, load) * per_row, weights)
+    merged = sum(_merged_rows(sizes, load)) * dim * width.stored
+    return _Kept(load.tokens * (router + shared) + merged + _rows(sizes, load) * per_row, weights)
 
 
 def _rows(sizes: ModelSizes, load: Load) -> float:
     """R: rows that the experts of this rank get in one layer."""
     assert sizes.moe is not None
     moe = sizes.moe
-    real = moe.top_k * moe.num_experts / moe.choices
-    return load.tokens * real * load.rows
+    return load.tokens * real_choices(moe) * load.rows
+
+
+def _merged_rows(sizes: ModelSizes, load: Load) -> tuple[float, float]:
+    """Rows that are kept where experts' outputs are merged, in the type of the weights: as they came, and by token."""
+    moe, tokens = sizes.moe, load.tokens
+    assert moe is not None
+    rows = _rows(sizes, load)
+    together = min(moe.top_k, moe.num_experts // load.expert_parallel)
+    if load.expert_parallel > 1 and moe.dispatcher == "all_gather":
+        # Each rank merges what its experts made of the tokens of all ranks.
+        return rows, tokens * load.expert_parallel * together
+    if load.expert_parallel > 1 and moe.deduplicate:
+        # Once where the experts are, and once more where the tokens are.
+        pairs = tokens * journeys(moe, load.expert_parallel)
+        return rows + pairs, pairs * together + tokens * moe.top_k
+    return tokens * real_choices(moe), tokens * moe.top_k
 
 
 def _tail(sizes: ModelSizes, width: Widths, load: Load) -> _Kept:
@@ -220,11 +234,18 @@ def _inputs(sizes: ModelSizes, width: Widths, load: Load, recompute: str) -> _Ke
 
 
 def _in_flight(sizes: ModelSizes, width: Widths, load: Load) -> int:
-    """Rows of one layer on their way: sent, received, and received in the order of the experts."""
-    if sizes.moe is None or not sizes.moe_layers or load.expert_parallel == 1:
+    """Rows of one layer on their way: sent, received, and received in the order of the experts; those in the order of
+    the experts are kept anyway where tokens travel once."""
+    moe, tokens = sizes.moe, load.tokens
+    if moe is None or not sizes.moe_layers or load.expert_parallel == 1:
         return 0
-    sent = load.tokens * sizes.moe.top_k
-    return round((sent + 2 * _rows(sizes, load)) * sizes.model.dim * width.wire)
+    if moe.dispatcher == "all_gather":
+        rows = 2.0 * tokens * load.expert_parallel
+    elif moe.deduplicate:
+        rows = 2.0 * tokens * journeys(moe, load.expert_parallel)
+    else:
+        rows = tokens * moe.top_k + 2 * _rows(sizes, load)
+    return round(rows * sizes.model.dim * width.wire)
 
 
 def _gradients(sizes: ModelSizes, width: Widths, load: Load) -> int:
@@ -235,14 +256,14 @@ def _gradients(sizes: ModelSizes, width: Widths, load: Load) -> int:
         return round(stream + tokens * _hidden_gradients(sizes.model.ffn, sizes.model.ffn_dim) * width.dense)
     shared = tokens * _hidden_gradients(moe.expert, moe.shared_dim) * width.dense
     # The product with the weights has a gradient for both of its factors.
-    merging = 2 * tokens * moe.top_k * dim * width.stored
+    merging = round(2 * _merged_rows(sizes, load)[1] * dim * width.stored)
     if width.expert == width.stored:
         return round(stream + max(merging, shared))
     # Later the first matrices' gradients are cast, when the rows' values and the cast weights are free again.
     local = moe.num_experts // load.expert_parallel
     first = local * input_width(moe.expert, moe.expert_dim) * dim
     freed = local * ffn_parameters(moe.expert, dim, moe.expert_dim) * width.expert
-    freed += 2 * tokens * moe.top_k * dim * width.stored
+    freed += round(sum(_merged_rows(sizes, load)) * dim * width.stored)
     freed += round(_rows(sizes, load) * _hidden(moe.expert, moe.expert_dim) * width.expert)
     return round(stream + max(merging, shared, first * (width.expert + width.stored) - freed))
 

@@ -67,13 +67,13 @@ def accelerator(name: str) -> Accelerator:
     return found
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of an amount such as ``80GB`` (powers of ten) or ``80GiB`` (powers of two).
+def parse_bytes(text: str, zero: bool = False) -> int:
+    """Bytes of an amount such as ``80GB`` (powers of ten) or ``80GiB`` (powers of two); nothing only where ``zero``.
 
     Raises:
         RecipeError: it is none.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+    if match is None or match[2] not in _UNITS or (float(match[1]) == 0 and not zero):
         raise RecipeError(f"{text!r} is not an amount of memory; write it like 80GB or 80GiB.")
     return round(float(match[1]) * _UNITS[match[2]])

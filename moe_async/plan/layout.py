@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from moe_async.errors import RecipeError
@@ -88,10 +89,11 @@ def layout_of(recipe: Recipe, gpus: int) -> Layout:
 
 
 def candidates(recipe: Recipe, sizes: ModelSizes, gpus: int) -> list[Layout]:
-    """Layouts of a recipe on so many accelerators that keep its batch, its learners and its numbers.
+    """Layouts of a recipe on so many accelerators that keep its global batch and its learners.
 
     Expert groups of every size that divides ranks and experts, every ZeRO stage that the recipe allows, with and
-    without recomputation, and every number of micro-batches.
+    without recomputation, and every number of micro-batches. Where routing depends on the micro-batch (a capacity,
+    experts that choose tokens), micro-batches stay as the recipe has them.
     """
     learners = recipe.sync.learners
     if gpus % learners or recipe.train.global_batch % (gpus // learners):
@@ -106,13 +108,18 @@ def candidates(recipe: Recipe, sizes: ModelSizes, gpus: int) -> list[Layout]:
         if ranks % expert == 0 and (expert == 1 or not local)
         for zero in _stages(recipe)
         for recompute in ("none", "block")
-        for accumulation in _divisors(share)
+        for accumulation in ([recipe.train.accumulation] if _routes_by_micro_batch(recipe) else _divisors(share))
+        if share % accumulation == 0
     ]
 
 
 def with_micro_batch(layout: Layout, sequences: int) -> Layout:
     """The same with other micro-batches; the global batch follows."""
     return replace(layout, micro_batch=sequences)
+
+
+def _routes_by_micro_batch(recipe: Recipe) -> bool:
+    return recipe.moe is not None and (recipe.moe.capacity is not None or recipe.moe.router.kind == "expert_choice")
 
 
 def _stages(recipe: Recipe) -> tuple[int, ...]:
@@ -127,4 +134,5 @@ def _stages(recipe: Recipe) -> tuple[int, ...]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from moe_async.plan.activations import Activations, Load, activations
 from moe_async.plan.layout import Layout
-from moe_async.plan.sizes import ModelSizes, widths
-from moe_async.recipe import Recipe
+from moe_async.plan.sizes import ModelSizes, dense_matrices, widths
+from moe_async.recipe import MoeSection, Recipe
 from moe_async.recipe.policies import SwitchPolicy
 
 REDUCE_BUCKET = 500_000_000
@@ -91,11 +91,12 @@ def rank_memory(recipe: Recipe, sizes: ModelSizes, layout: Layout, skew: float =
         else:
             backward["gradients"] = 0
     graphs = graphs_at_once(recipe, layout.accumulation)
-    if graphs > 1 and (graphs - 1) * acts.kept > gradients:
-        # All graphs are there before the first gradient is.
-        backward["gradients"] = 0
-        backward["activations"] *= graphs
-        backward["cast weights"] *= graphs
+    if graphs > 1:
+        # All graphs without a gradient, or all but the one whose gradients are there.
+        kept = graphs if acts.kept > gradients else graphs - 1
+        backward["gradients"] = 0 if kept == graphs else gradients
+        backward["activations"] *= kept
+        backward["cast weights"] *= kept
     if recipe.sync.delay:
         # Dense gradients of earlier steps, on their way.
         base["delayed gradients"] = backward["delayed gradients"] = recipe.sync.delay * sizes.replicated * stored
@@ -118,9 +119,14 @@ def _step(sizes: ModelSizes, layout: Layout, experts: int, part: float, stored: 
 def graphs_at_once(recipe: Recipe, accumulation: int) -> int:
     """Micro-batches whose activations are kept at once: all of a step where a loss over it keeps their graphs."""
     moe = recipe.moe
-    if moe is None or moe.step_loads != "keep" or all(term.scope != "step" for term in moe.balance):
+    if moe is None or moe.step_loads != "keep" or not step_scoped(moe):
         return 1
     return accumulation
+
+
+def step_scoped(moe: MoeSection) -> bool:
+    """Whether a balance loss needs the loads of a whole step first; the z loss is the same in every scope."""
+    return any(term.scope == "step" and term.loss != "z" for term in moe.balance)
 
 
 def rows_of(recipe: Recipe, layout: Layout, skew: float) -> float:
@@ -141,15 +147,17 @@ def _moments(recipe: Recipe, sizes: ModelSizes, experts: int, part: float) -> fl
         return part if optim.momentum else 0.0
     if optim.kind == "muon":
         # One momentum for hidden matrices, AdamW for all else.
-        model = sizes.model
-        hidden = experts + model.layers * (sizes.attention - model.dim) + sizes.dense_layers * sizes.dense_ffn
-        return 2 * part - hidden
+        return 2 * part - experts - sum(number * rows * columns for number, rows, columns in dense_matrices(sizes))
     return 2 * part
 
 
 def _bucket(recipe: Recipe) -> int:
-    options = recipe.deepspeed.get("zero_optimization", {})
-    return int(options.get("reduce_bucket_size", REDUCE_BUCKET)) if isinstance(options, dict) else REDUCE_BUCKET
+    """Numbers in the buckets of reductions; a second one where DeepSpeed overlaps them with the backward pass."""
+    options = recipe.deepspeed.get("zero_optimization")
+    given = options if isinstance(options, dict) else {}
+    size = given.get("reduce_bucket_size")
+    bucket = int(size) if isinstance(size, int | float) else REDUCE_BUCKET
+    return bucket * (2 if given.get("overlap_comm") is True else 1)
 
 
 def syncer_memory(recipe: Recipe, sizes: ModelSizes) -> dict[str, int]:

@@ -168,7 +168,8 @@ def _memory_lines(plan: Plan, memory: RankMemory) -> list[str]:
     none, block = (_gb(plan.activations[mode]) for mode in ("none", "block"))
     lines.append(f"a micro-batch keeps {none} GB without recomputation, {block} GB with it")
     sequences = plan.micro_batch
-    lines.append(f"largest micro-batch that fits this layout: {sequences} x {plan.recipe.data.seq_len} tokens")
+    largest = f"{sequences} x {plan.recipe.data.seq_len} tokens" if sequences else "none does"
+    lines.append(f"largest micro-batch that fits this layout: {largest}")
     if plan.syncer:
         parts = ", ".join(f"{name} {_gb(size)}" for name, size in plan.syncer.items() if size)
         lines.append(f"the syncer's host: {_gb(sum(plan.syncer.values()))} GB ({parts})")

@@ -5,9 +5,11 @@ Symbols: D model width, C width of a head, F hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moe_async.recipe import ModelSection, MoeSection, Recipe
+from moe_async.recipe.routers import GroupsSection
 
 BYTE_VOCABULARY = 257
 """Ids of the byte tokenizer, the vocabulary of a recipe that names none."""
@@ -145,6 +147,31 @@ def model_sizes(recipe: Recipe) -> ModelSizes:
     )
 
 
+def dense_matrices(sizes: ModelSizes) -> list[tuple[int, int, int]]:
+    """The hidden matrices of dense layers and shared experts, as Muon cuts them: how many, rows and columns."""
+    model, moe = sizes.model, sizes.moe
+    heads, kv_heads, width = head_sizes(model)
+    layers, dim = model.layers, model.dim
+    found = [(layers, heads * width, dim), (2 * layers, kv_heads * width, dim), (layers, dim, heads * width)]
+    found += _ffn_matrices(sizes.dense_layers, model.ffn, dim, model.ffn_dim)
+    if moe is not None and moe.shared_dim:
+        found += _ffn_matrices(len(sizes.moe_layers), moe.expert, dim, moe.shared_dim)
+    return found
+
+
+def expert_matrices(sizes: ModelSizes, expert_parallel: int) -> list[tuple[int, int, int]]:
+    """The matrices of the experts of one rank: how many, rows and columns."""
+    if sizes.moe is None:
+        return []
+    local = len(sizes.moe_layers) * sizes.moe.num_experts // expert_parallel
+    return _ffn_matrices(local, sizes.moe.expert, sizes.model.dim, sizes.moe.expert_dim)
+
+
+def _ffn_matrices(number: int, kind: str, dim: int, hidden: int) -> list[tuple[int, int, int]]:
+    inputs = 2 if kind in _GATED else 1
+    return [(inputs * number, hidden, dim), (number, dim, hidden)]
+
+
 def head_sizes(model: ModelSection) -> tuple[int, int, int]:
     """Query heads, key and value heads, and their width."""
     return model.heads, model.kv_heads or model.heads, model.head_dim or model.dim // model.heads
@@ -158,3 +185,29 @@ def input_width(kind: str, hidden: int) -> int:
 def ffn_parameters(kind: str, dim: int, hidden: int) -> int:
     """Parameters of a feed-forward network without biases."""
     return input_width(kind, hidden) * dim + hidden * dim
+
+
+def real_choices(moe: MoeSection) -> float:
+    """Experts that a token takes on average; zero experts are none."""
+    return moe.top_k * moe.num_experts / moe.choices
+
+
+def journeys(moe: MoeSection, ranks: int) -> float:
+    """Ranks of an expert group that hold one of a token's experts, on average over even choices; its own is among
+    them. Group-limited routing reaches fewer."""
+    local = moe.num_experts // ranks
+    reached = ranks * (1 - _missed(moe.choices, local, moe.top_k))
+    groups: GroupsSection | None = getattr(moe.router, "groups", None)
+    if groups is None:
+        return reached
+    if ranks % groups.number == 0:
+        # A token chooses among the ranks of the groups that it keeps.
+        kept = ranks * groups.keep // groups.number
+        return min(reached, kept * (1 - _missed(moe.choices * groups.keep // groups.number, local, moe.top_k)))
+    together = max(groups.number // ranks, 1)
+    return min(reached, ranks * (1 - _missed(groups.number, together, groups.keep)))
+
+
+def _missed(number: int, marked: int, drawn: int) -> float:
+    """Chance that none of some marked things is among those drawn, each once."""
+    return math.comb(number - marked, drawn) / math.comb(number, drawn)

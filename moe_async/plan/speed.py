@@ -13,8 +13,16 @@ from moe_async.plan.activations import Load, activations
 from moe_async.plan.hardware import Accelerator
 from moe_async.plan.layout import Layout
 from moe_async.plan.memory import rows_of
-from moe_async.plan.sizes import ModelSizes, ffn_parameters, head_sizes, widths
-from moe_async.plan.traffic import forward_passes, transfers
+from moe_async.plan.sizes import (
+    ModelSizes,
+    dense_matrices,
+    expert_matrices,
+    ffn_parameters,
+    head_sizes,
+    real_choices,
+    widths,
+)
+from moe_async.plan.traffic import counts_first, forward_passes, transfers
 from moe_async.recipe import Recipe
 
 PRODUCTS_REACH = 0.5
@@ -27,6 +35,9 @@ _PASSES_OVER_VALUES = 3
 """How often a value that is kept for the backward pass travels to or from memory: written, and read in each pass."""
 _OPTIMIZER_PASSES = 7
 """Reads and writes of an optimizer for each parameter: weight, gradient and two moments, all but the gradient twice."""
+
+_MUON_ITERATIONS = 5
+"""Of Newton and Schulz in `torch.optim.Muon`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ def operations(recipe: Recipe, sizes: ModelSizes) -> Operations:
     blocks = model.layers * attention + sizes.dense_layers * 2 * ffn_parameters(model.ffn, model.dim, model.ffn_dim)
     experts = router = 0.0
     if moe is not None:
-        layers, real = len(sizes.moe_layers), moe.top_k * moe.num_experts / moe.choices
+        layers, real = len(sizes.moe_layers), real_choices(moe)
         experts = layers * 2 * real * ffn_parameters(moe.expert, model.dim, moe.expert_dim)
         blocks += layers * 2 * ffn_parameters(moe.expert, model.dim, moe.shared_dim) if moe.shared_dim else 0
         router = layers * 2.0 * moe.choices * model.dim
@@ -114,7 +125,8 @@ def step_time(
     rows = rows_of(recipe, layout, skew)
     # A backward pass costs two forward passes.
     again = forward_passes(recipe, layout.recompute, layout.accumulation) + 2
-    dense = tokens * (cost.blocks * again + cost.head * 3) / accelerator.peak(width.dense)
+    head = 3 + counts_first(recipe, layout.accumulation)
+    dense = tokens * (cost.blocks * again + cost.head * head) / accelerator.peak(width.dense)
     router = tokens * cost.router * again / accelerator.peak(max(width.stored, _ROUTER))
     experts = tokens * cost.experts * again * rows / accelerator.peak(width.expert)
     load = Load(layout.micro_batch, recipe.data.seq_len, rows, layout.expert)
@@ -128,9 +140,12 @@ def step_time(
         "other operations": kept * (_PASSES_OVER_VALUES + again - 3) / accelerator.bandwidth,
         "optimizer": part * width.stored * _OPTIMIZER_PASSES / accelerator.bandwidth,
     }
+    if recipe.optim.kind == "muon":
+        parts["optimizer"] += _orthogonalisation(sizes, layout) / accelerator.bf16 / products_reach
     hidden: dict[str, float] = {}
     for name, transfer in transfers(recipe, sizes, layout, accelerator).items():
-        seconds = transfer.seconds(accelerator, links_reach) * (rows if name == "tokens to experts" else 1.0)
+        uneven = name == "tokens to experts" and sizes.moe is not None and sizes.moe.dispatcher != "all_gather"
+        seconds = transfer.seconds(accelerator, links_reach) * (rows if uneven else 1.0)
         (parts if transfer.exposed else hidden)[name] = seconds
     total = sum(parts.values())
     all_tokens = tokens * layout.gpus
@@ -140,3 +155,13 @@ def step_time(
         mfu=3 * cost.total * all_tokens / (total * layout.gpus * accelerator.bf16),
         tokens_per_second=all_tokens / total,
     )
+
+
+def _orthogonalisation(sizes: ModelSizes, layout: Layout) -> float:
+    """Operations of Muon's Newton-Schulz iterations on a rank, which makes all of its matrices' updates itself."""
+    total = 0.0
+    for number, rows, columns in (*dense_matrices(sizes), *expert_matrices(sizes, layout.expert)):
+        short, long = sorted((rows, columns))
+        # X X^T, its square, and their product with X.
+        total += number * _MUON_ITERATIONS * (4 * short * short * long + 2 * short**3)
+    return total

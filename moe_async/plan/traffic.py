@@ -1,21 +1,19 @@
-"""Bytes that one rank sends in a step, by purpose and by link.
-
-Symbols: P ranks of an expert group, K experts per token, E experts, n ranks of a ring.
-"""
+"""Bytes that one rank sends in a step, by purpose and by link."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from moe_async.plan.hardware import Accelerator
 from moe_async.plan.layout import Layout
-from moe_async.plan.memory import exchanged, policy_phases
-from moe_async.plan.sizes import ModelSizes, widths
+from moe_async.plan.memory import exchanged, policy_phases, step_scoped
+from moe_async.plan.sizes import ModelSizes, journeys, real_choices, widths
 from moe_async.recipe import Recipe
 
-_GRADIENT = 4
-"""Bytes of a number in reductions and rounds."""
+_ROUND = 4
+"""Bytes of a number in rounds between learners."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +24,18 @@ class Transfer:
         node: bytes to other ranks of its node.
         network: bytes to other nodes through its own port.
         exposed: whether the step waits for it.
+        busiest_port: bytes through the busiest port of all in one direction, where that is another host's.
     """
 
     node: float
     network: float
     exposed: bool = True
+    busiest_port: float = 0.0
 
     def seconds(self, accelerator: Accelerator, efficiency: float) -> float:
         """Time on the slower of its links, at a share of their stated rates."""
-        return max(self.node / accelerator.link, self.network / accelerator.network) / efficiency
+        port = max(self.network, self.busiest_port)
+        return max(self.node / accelerator.link, port / accelerator.network) / efficiency
 
 
 def transfers(recipe: Recipe, sizes: ModelSizes, layout: Layout, accelerator: Accelerator) -> dict[str, Transfer]:
@@ -50,11 +51,15 @@ def transfers(recipe: Recipe, sizes: ModelSizes, layout: Layout, accelerator: Ac
 
 def forward_passes(recipe: Recipe, recompute: str, accumulation: int) -> int:
     """Forward passes for each backward pass: one more where blocks are recomputed, one more that counts loads."""
+    return 1 + (recompute != "none") + counts_first(recipe, accumulation)
+
+
+def counts_first(recipe: Recipe, accumulation: int) -> bool:
+    """Whether a step runs its micro-batches forward once only to count loads."""
     moe = recipe.moe
-    counts = False
-    if moe is not None and any(term.scope == "step" for term in moe.balance):
-        counts = moe.step_loads == "count" or (moe.step_loads == "auto" and accumulation > 1)
-    return 1 + (recompute != "none") + counts
+    if moe is None or not step_scoped(moe):
+        return False
+    return moe.step_loads == "count" or (moe.step_loads == "auto" and accumulation > 1)
 
 
 def _tokens(recipe: Recipe, sizes: ModelSizes, layout: Layout, accelerator: Accelerator) -> Transfer:
@@ -66,39 +71,47 @@ def _tokens(recipe: Recipe, sizes: ModelSizes, layout: Layout, accelerator: Acce
     if moe.dispatcher == "all_gather":
         rows = tokens * (ranks - 1.0)
     else:
-        journeys = moe.top_k * moe.num_experts / moe.choices
-        if moe.deduplicate:
-            journeys = _distinct(moe.num_experts, ranks, moe.top_k)
-        rows = tokens * journeys * (ranks - 1) / ranks
+        going = journeys(moe, ranks) if moe.deduplicate else real_choices(moe)
+        rows = tokens * going * (ranks - 1) / ranks
     # There and back in each forward pass, and the gradients the other way round.
     passes = 2 * forward_passes(recipe, layout.recompute, layout.accumulation) + 2
     sent = rows * sizes.model.dim * width.wire * passes * len(sizes.moe_layers) * layout.accumulation
-    away = max(ranks - accelerator.node, 0) / (ranks - 1)
+    away = _away(ranks, accelerator.node)
     return Transfer(sent * (1 - away), sent * away)
 
 
-def _distinct(experts: int, ranks: int, top_k: int) -> float:
-    """Ranks that hold one of a token's experts, on average over even choices."""
-    local = experts // ranks
-    missed = math.comb(experts - local, top_k) / math.comb(experts, top_k)
-    return ranks * (1 - missed)
+def _away(ranks: int, node: int) -> float:
+    """Share of the other members of an expert group that are in other nodes: of the mean member of the worst group.
+
+    Groups are runs of consecutive ranks; one whose size does not divide the node may lie across two.
+    """
+    worst = 0.0
+    for start in range(0, math.lcm(ranks, node), ranks):
+        nodes = Counter((start + place) // node for place in range(ranks))
+        together = sum(number * (number - 1) for number in nodes.values())
+        worst = max(worst, 1 - together / (ranks * (ranks - 1)))
+    return worst
 
 
 def _dense(recipe: Recipe, sizes: ModelSizes, layout: Layout, accelerator: Accelerator) -> Transfer:
-    size = sizes.replicated * _GRADIENT
+    size = sizes.replicated * widths(recipe).stored
     ring = _ring(size, layout.ranks, min(layout.ranks, accelerator.node))
     return _scaled(ring, _reductions(layout), exposed=recipe.sync.delay is None)
 
 
 def _experts(recipe: Recipe, sizes: ModelSizes, layout: Layout, accelerator: Accelerator) -> Transfer:
-    size = sizes.experts_here(layout.expert) * _GRADIENT
+    size = sizes.experts_here(layout.expert) * widths(recipe).stored
     together = max(min(layout.ranks, accelerator.node) // layout.expert, 1)
     return _scaled(_ring(size, layout.replicas, together), _reductions(layout), exposed=True)
 
 
 def _reductions(layout: Layout) -> float:
-    """Reductions of a step in units of an all-reduce: ZeRO 2 reduces after each micro-batch and gathers once."""
-    return (layout.accumulation + 1) / 2 if layout.zero == 2 else 1.0
+    """Reductions of a step in units of an all-reduce.
+
+    DeepSpeed reduces whole buckets at ZeRO 1 and 2, after each micro-batch at ZeRO 2, and gathers the new weights once,
+    which is half of an all-reduce.
+    """
+    return {0: 1.0, 1: 1.5, 2: layout.accumulation + 0.5}[layout.zero]
 
 
 def _ring(size: float, ranks: int, together: int) -> Transfer:
@@ -115,14 +128,19 @@ def _scaled(one: Transfer, factor: float, exposed: bool) -> Transfer:
 
 
 def _rounds(recipe: Recipe, sizes: ModelSizes, layout: Layout) -> Transfer:
-    """Updates there and merged weights back, of a learner and by step; its ranks share them."""
+    """Updates of a learner by step, which its ranks share; of a switch, the phase that sends most.
+
+    Through the syncer all learners' updates pass one host's port, in each direction once.
+    """
     between = recipe.sync.between
     if between is None or layout.learners == 1:
         return Transfer(0, 0)
     sent, waits = 0.0, False
     for name, policy in between.policies().items():
-        for phase in policy_phases(policy)[:1]:
-            sent += 2 * exchanged(sizes, name) * _GRADIENT / (getattr(phase, "every", None) or 1)
-            overlaps = getattr(phase, "ahead", 0) or getattr(phase, "overlap", 0)
-            waits = waits or not overlaps
-    return Transfer(0, sent / layout.ranks, waits)
+        phase = min(policy_phases(policy), key=lambda one: getattr(one, "every", None) or 1)
+        sent += exchanged(sizes, name) * _ROUND / (getattr(phase, "every", None) or 1)
+        waits = waits or not (getattr(phase, "ahead", 0) or getattr(phase, "overlap", 0))
+    learners = layout.learners
+    if recipe.sync.via == "all_reduce":
+        return Transfer(0, 2 * (learners - 1) / learners * sent / layout.ranks, waits)
+    return Transfer(0, sent / layout.ranks, waits, busiest_port=learners * sent)

@@ -51,7 +51,7 @@ def explain(path: str) -> list[Explained]:
     Raises:
         RecipeError: there is no such entry.
     """
-    parts = [part for part in path.split(".") if not part.isdecimal()]
+    parts = [part for part in path.split(".") if not part.isdecimal()] or [path]
     found: list[tuple[type[BaseModel], FieldInfo]] = []
     owners: list[type[BaseModel]] = [Recipe]
     for depth, part in enumerate(parts):

@@ -59,7 +59,8 @@ def test_explain_tells_which_model_used_which_value(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["values"]["8"] == ["olmoe-1b-7b", "qwen3-30b-a3b"] and document["forms"][0]["default"] is None
     assert main(["explain", "moe.top_k", "--recipes", str(tmp_path)]) == 0
-    assert "No recipes of models were found" in capsys.readouterr().out
+    assert f"No recipes of models were found in {tmp_path};" in capsys.readouterr().out
+    assert main(["explain", "0"]) == 1 and "no entry '0'" in capsys.readouterr().err
     assert main(["explain", "moe.topk"]) == 1
     assert "Did you mean moe.top_k?" in capsys.readouterr().err
     assert main(["explain", "moe.top_k", "--recipes", str(tmp_path / "none")]) == 1

@@ -1,6 +1,7 @@
 """Plans from the shell's side, and what they say about layouts."""
 
 import json
+import math
 
 import pytest
 
@@ -9,7 +10,7 @@ from moe_async.plan.choice import Assumptions, choose, largest_micro_batch, plan
 from moe_async.plan.hardware import accelerator, parse_bytes
 from moe_async.plan.layout import Layout, candidates, layout_of
 from moe_async.plan.memory import rank_memory, syncer_memory
-from moe_async.plan.sizes import model_sizes
+from moe_async.plan.sizes import journeys, model_sizes
 from moe_async.plan.speed import operations, step_time
 from moe_async.plan.traffic import transfers
 from moe_async.recipe import load_recipe
@@ -135,9 +136,13 @@ def test_messages_cross_nodes_where_groups_do():
     wide = sent(16)["tokens to experts"]
     assert wide.node / (wide.node + wide.network) == pytest.approx(7 / 15)
     assert "tokens to experts" not in sent(1)
+    # Groups of six lie across nodes of eight: the worst has two of its members in one, four in the other.
+    recipe48 = load_recipe(OLMOE, ["moe.num_experts=48", "parallel.expert=6", "train.global_batch=384"])
+    across = transfers(recipe48, model_sizes(recipe48), layout_of(recipe48, 48), H100)["tokens to experts"]
+    assert across.network / (across.node + across.network) == pytest.approx(8 / 15)
     # Replicas of a node's experts are in other nodes.
     expert = sent(8)["expert gradients"]
-    assert expert.node == 0 and expert.network == pytest.approx(2 * 7 / 8 * sizes.experts / 8 * 4)
+    assert expert.node == 0 and expert.network == pytest.approx(1.5 * 2 * 7 / 8 * sizes.experts / 8 * 4)
 
 
 def test_an_uneven_load_costs_time_and_memory_where_experts_are_shards():
@@ -163,3 +168,81 @@ def test_the_syncer_holds_what_learners_exchange():
     assert syncer_memory(momentum, sizes)["outer optimizer"] == exchanged
     alone = load_recipe("recipes/quickstart-sync.yaml")
     assert syncer_memory(alone, sizes) == {}
+
+
+def test_reductions_of_each_zero_stage():
+    recipe = load_recipe(OLMOE)
+    sizes = model_sizes(recipe)
+
+    def dense(zero, accumulation):
+        layout = Layout(**{**vars(layout_of(recipe, 8)), "zero": zero, "accumulation": accumulation})
+        return transfers(recipe, sizes, layout, H100)["dense gradients"].node
+
+    ring = 2 * 7 / 8 * sizes.replicated * 4
+    assert [dense(0, 4), dense(1, 4), dense(2, 4)] == pytest.approx([ring, 1.5 * ring, 4.5 * ring])
+
+
+def test_rounds_pass_the_port_of_the_syncer():
+    rounds = "sync.between={dense: {policy: local_sgd, every: 2}, expert: {policy: same}, router: {policy: same}}"
+    given = ["sync.learners=8", "train.global_batch=128", rounds]
+
+    def sent(*more):
+        recipe = load_recipe(OLMOE, [*given, *more])
+        return transfers(recipe, model_sizes(recipe), layout_of(recipe, 64), H100)["rounds between learners"]
+
+    update = 6_919_161_856 * 4 / 2
+    through = sent()
+    assert through.network == pytest.approx(update / 8, rel=1e-3) and through.exposed
+    assert through.seconds(H100, 1.0) == pytest.approx(8 * update / 50e9, rel=1e-3)
+    ring = sent("sync.via=all_reduce")
+    assert ring.seconds(H100, 1.0) == pytest.approx(2 * 7 / 8 * update / 8 / 50e9, rel=1e-3)
+    switch = (
+        "{policy: switch, first: {policy: local_sgd, every: 100}, then: {policy: local_sgd, every: 2}, fraction: 0.01}"
+    )
+    assert sent(f"sync.between.dense={switch}").network == pytest.approx(through.network)
+
+
+def test_a_z_loss_needs_no_counting_pass():
+    def step(scope):
+        recipe = load_recipe(OLMOE, [f"moe.balance=[{{loss: {scope[0]}, coefficient: 0.001, scope: {scope[1]}}}]"])
+        return step_time(recipe, model_sizes(recipe), layout_of(recipe, 64), H100).seconds
+
+    assert step(("z", "step")) == step(("z", "micro_batch"))
+    assert step(("switch", "step")) > 1.2 * step(("switch", "micro_batch"))
+
+
+def test_micro_batches_stay_where_routing_depends_on_them():
+    recipe = load_recipe(OLMOE, ["moe.capacity={factor: 1.25}"])
+    found = candidates(recipe, model_sizes(recipe), 64)
+    assert {layout.micro_batch for layout in found} == {2} and len({layout.expert for layout in found}) > 1
+
+
+def test_journeys_of_deduplicated_tokens():
+    moe = load_recipe("recipes/models/deepseek-v3-like.yaml").moe
+    # Eight ranks hold one group each, of which a token keeps four.
+    assert journeys(moe, 8) <= 4 and journeys(moe, 2) <= 2
+    free = moe.model_copy(update={"router": load_recipe(OLMOE).moe.router})
+    assert journeys(free, 8) == pytest.approx(8 * (1 - math.prod((224 - k) / (256 - k) for k in range(8))))
+    assert journeys(free, 256) == pytest.approx(8.0)
+
+
+def test_large_batches_are_planned_at_once():
+    recipe = load_recipe(OLMOE, ["train.global_batch=1073741824"])
+    assert len(candidates(recipe, model_sizes(recipe), 8)) > 100
+
+
+def test_odd_options(capsys):
+    bucket = "deepspeed.zero_optimization"
+    base = [OLMOE, "--gpus", "64", "--json"]
+    size = {}
+    for name, value in (("reduce_bucket_size", "auto"), ("overlap_comm", "true"), ("overlap_comm", "false")):
+        main([*base, "--set", f"{bucket}.{name}={value}"])
+        size[value] = json.loads(capsys.readouterr().out)["memory_bytes"]["backward"]["reduction bucket"]
+    assert size == {"auto": 2 * 10**9, "true": 4 * 10**9, "false": 2 * 10**9}
+    assert main(["recipes/quickstart-sync.yaml", "--gpus", "8", "--reserve", "0GB"]) == 0
+    capsys.readouterr()
+    main([OLMOE, "--gpus", "64", "--memory", "1GB"])
+    assert "largest micro-batch that fits this layout: none does" in capsys.readouterr().out
+    for skew in ("nan", "inf"):
+        with pytest.raises(SystemExit, match="2"):
+            main([OLMOE, "--gpus", "8", "--skew", skew])

@@ -36,19 +36,33 @@ class Sent:
 
     def __init__(self):
         self.rows = self.reduced = 0
-        self._all_to_all, self._all_reduce = dist.all_to_all_single, dist.all_reduce
+        self._before = {
+            name: getattr(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather_into_tensor")
+        }
 
     def all_to_all(self, output, given, output_sizes=None, input_sizes=None, **options):
         if input_sizes is not None and given.is_floating_point():
             rank = dist.get_rank(options.get("group"))
             away = sum(size for place, size in enumerate(input_sizes) if place != rank)
             self.rows += away * given.shape[-1] * given.element_size()
-        return self._all_to_all(output, given, output_sizes, input_sizes, **options)
+        return self._before["all_to_all_single"](output, given, output_sizes, input_sizes, **options)
 
     def all_reduce(self, tensor, *args, **options):
         if dist.get_world_size(options.get("group")) > 1 and tensor.numel() > 1000:
             self.reduced += tensor.numel() * tensor.element_size()
-        return self._all_reduce(tensor, *args, **options)
+        return self._before["all_reduce"](tensor, *args, **options)
+
+    def all_gather(self, outputs, tensor, *args, **options):
+        if dist.get_world_size(options.get("group")) > 1 and tensor.numel() > 1000:
+            # Half of what an all-reduce of the whole sends.
+            self.reduced += sum(output.numel() * output.element_size() for output in outputs) / 2
+        return self._before["all_gather"](outputs, tensor, *args, **options)
+
+    def watch(self, on):
+        """Count from now on, or no more."""
+        own = dict(zip(self._before, (self.all_to_all, self.all_reduce, self.all_gather), strict=True))
+        for name in self._before:
+            setattr(dist, name, own[name] if on else self._before[name])
 
 
 def train(rank, overrides):
@@ -74,10 +88,10 @@ def train(rank, overrides):
         # As many steps as fill a queue of delayed gradients.
         for _ in range(4):
             tokens = torch.randint(0, 257, (accumulation, 4 // accumulation, LENGTH))
-            dist.all_to_all_single, dist.all_reduce = sent.all_to_all, sent.all_reduce
             sent.rows = sent.reduced = 0
+            sent.watch(True)
             engine.train_step([MicroBatch(part, part) for part in tokens])
-            dist.all_to_all_single, dist.all_reduce = sent._all_to_all, sent._all_reduce
+            sent.watch(False)
     return kept_always, max(before_step), sent.rows, sent.reduced
 
 
@@ -103,6 +117,9 @@ def test_memory_of_a_rank(zero, expert, accumulation):
         ["optim.kind=sgd"],
         ["optim.kind=sgd", "optim.momentum=0.9"],
         ["optim.kind=muon"],
+        ["optim.kind=muon", "moe.shared_dim=64"],
+        ["moe.dispatcher=all_gather"],
+        ["moe.deduplicate=true"],
         ["sync.inside={delay: 1}"],
         ["sync.inside={delay: 2}", "train.accumulation=2"],
         ["train.accumulation=2", "moe.step_loads=keep", "moe.balance=[{loss: switch, coefficient: 0.01, scope: step}]"],
@@ -139,3 +156,15 @@ def test_messages_of_a_rank(overrides):
     # A ring of two sends what is reduced once.
     assert found["dense gradients"].node == pytest.approx(reduced, rel=0.02)
     assert "expert gradients" not in found and not found["dense gradients"].network
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "accumulation", "expert"), [(1, 1, 2), (1, 2, 1), (2, 2, 2), (2, 2, 1)])
+def test_reductions_of_a_rank(zero, accumulation, expert):
+    overrides = [f"parallel.zero={zero}", f"parallel.expert={expert}", f"train.accumulation={accumulation}"]
+    overrides.append("deepspeed.zero_optimization.reduce_bucket_size=200000")
+    recipe = recipe_of(overrides)
+    found = transfers(recipe, model_sizes(recipe), layout_of(recipe, 2), accelerator("h100"))
+    _, _, _, reduced = run_ranks(2, train, overrides)[0]
+    planned = sum(found[name].node for name in ("dense gradients", "expert gradients") if name in found)
+    assert planned == pytest.approx(reduced, rel=0.02)
