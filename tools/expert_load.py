@@ -272,11 +272,14 @@ def _report(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LoadError(f"{path} cannot be read ({error}); give what expert_load profile --json printed.") from error
+    if not isinstance(document, dict):
+        raise LoadError(f"{path} holds no JSON object; give what expert_load profile --json printed.")
+    return document
 
 
 def _show_progress(name: str, done: int, number: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from moe_async.engine.checkpoint import load_weights
 from moe_async.engine.checkpoint_folder import MANIFEST, Manifest, read_manifest
 from moe_async.engine.run_folder import RunFolder, resumed_run
+from moe_async.errors import CheckpointError
 from moe_async.model import Transformer, build_model
 from moe_async.recipe import Recipe, parse_recipe
 
@@ -43,6 +44,9 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> OpenedCheckpoi
         CheckpointError: there is no checkpoint, or it is damaged.
         RecipeError: an override is wrong.
     """
+    learners = sorted(str(one.parent) for one in path.glob("learner-*/checkpoints"))
+    if learners and not (path / "checkpoints").is_dir():
+        raise CheckpointError(f"{path} is a run of several learners; name one of them: {', '.join(learners)}.")
     run, folder = resumed_run(path.parent, path.name, str(path))
     recipe = parse_recipe(read_manifest(folder).recipe, str(folder / MANIFEST), ["parallel.expert=1", *overrides])
     model = build_model(recipe)

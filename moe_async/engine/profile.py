@@ -88,7 +88,7 @@ def profile_checkpoint(
     if other is not None:
         _refuse_dense(other)
     tokenizer = make_tokenizer(opened.recipe.data.tokenizer)
-    corpus = (whole_corpus if sources else load_corpus)(opened.recipe.data, tokenizer)
+    corpus = whole_corpus(opened.recipe.data, tokenizer) if sources else _heldout(opened.recipe, tokenizer, max_bytes)
     text = _text(corpus, opened.recipe.data.seq_len)
     first = _probe(opened, corpus, text, batch_size, progress)
     second = None if other is None else _probe(other, corpus, text, batch_size, progress)
@@ -100,6 +100,16 @@ def profile_checkpoint(
         tokenizer=tokenizer,
         profile=profile(first, second),
     )
+
+
+def _heldout(recipe: Recipe, tokenizer: Tokenizer, max_bytes: int) -> Corpus:
+    try:
+        return load_corpus(recipe.data, tokenizer)
+    except DataError as error:
+        raise DataError(
+            f"{max_bytes} bytes of held-out text of each domain were asked for, which cannot be had: {error} Here, ask "
+            "for more bytes (--bytes), or give text of your own (--data)."
+        ) from error
 
 
 def _source(text: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from moe_async.tables import aligned
 _HEAD = ("layer", "information", "by chance", "strongest pair", "same experts", "by chance")
 EXPLAINED = (
     "information: mutual information between the expert and the domain of an assignment, in bits; by chance: the same "
-    "with labels shuffled over sequences, and its standard deviation. strongest pair: the experts that serve one token "
-    "together most often, over what independent choices would give. same experts: share of a token's experts that both "
-    "checkpoints chose; by chance: if each chose by its loads alone."
+    "with labels shuffled over sequences, and its standard deviation. strongest pair: experts that serve tokens "
+    "together, how many times as often as by chance, and how many tokens. same experts: share of a token's experts "
+    "that both checkpoints chose; by chance: if each chose by its loads alone."
 )
 
 
@@ -75,22 +75,21 @@ def _row(layer: LayerProfile) -> tuple[str, ...]:
 
 
 def _strongest_pair(layer: LayerProfile) -> str:
-    if layer.coactivation is None:
+    if not layer.strongest:
         return "-"
-    lift, first, second = max(
-        ((lift, first, second) for first, row in enumerate(layer.coactivation) for second, lift in enumerate(row)),
-        default=(0.0, 0, 0),
-        key=lambda one: one[0],
-    )
-    return f"{first} and {second}, x{lift:.2f}" if lift else "-"
+    pair = layer.strongest[0]
+    return f"{pair.first} and {pair.second}, x{pair.lift:.2f} ({pair.count})"
 
 
 def _experts(found: CheckpointProfile, layer: LayerProfile) -> list[str]:
     profile = found.profile
     loads = _loads(profile, layer)
+    experts = next(one.experts for one in profile.summary.layers if one.layer == layer.layer)
     rows: list[tuple[str, ...]] = [("expert", "load", *profile.domains)]
     for expert, load in enumerate(loads):
-        rows.append((str(expert), f"{load:.2f}", *(f"{shares[expert]:.1%}" for shares in layer.domain_shares)))
+        # Behind the experts stand those that give a token back as it is.
+        name = str(expert) if expert < experts else f"zero {expert - experts}"
+        rows.append((name, f"{load:.2f}", *(f"{shares[expert]:.1%}" for shares in layer.domain_shares)))
     table = aligned(rows)
     tokens = ["  preferred tokens", *(_tokens(found.tokenizer, expert) for expert in layer.preferred)]
     return [

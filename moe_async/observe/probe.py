@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_async.comm import Group
 from moe_async.errors import LoadError
-from moe_async.observe.paths import Paths
+from moe_async.observe.paths import NO_EXPERT, Paths
 from moe_async.observe.recorder import HeldLoads, LoadRecorder
 from moe_async.observe.routers import Seen, watched_layers
 from moe_async.observe.sampler import taken_first
@@ -108,7 +108,7 @@ def probe(
             for place, one in enumerate(seen):
                 loads = one.routing.counts_E.cpu().numpy()
                 counts_BLE[chosen_B.numpy(), place, : loads.shape[-1]] = loads
-            paths.append((_places(chosen_B, live_BS), _paths(text, chosen_B, seen, number, max(meta.top_k))))
+            paths.append((_places(chosen_B, live_BS), _paths(text, chosen_B, seen, number)))
             recorder.add(number, _figures(meta, seen, text.domains_B[chosen_B]))
             if progress is not None:
                 progress(start + rows, len(order_B))
@@ -138,10 +138,13 @@ def _places(chosen_B: Tensor, live_BS: Tensor) -> Array:
     return places
 
 
-def _paths(text: LabelledText, chosen_B: Tensor, seen: Sequence[Seen], step: int, top_k: int) -> Paths:
+def _paths(text: LabelledText, chosen_B: Tensor, seen: Sequence[Seen], step: int) -> Paths:
     live_BS = text.live_BS[chosen_B]
     live_T = live_BS.reshape(-1).numpy()
-    experts = [taken_first(one.selection_TK.cpu().numpy()[live_T], top_k) for one in seen]
+    selections = [one.selection_TK.cpu().numpy()[live_T] for one in seen]
+    # Where experts choose tokens, a token may take more than the router's mean.
+    widest = max(int((selection >= 0).sum(axis=1).max(initial=1)) for selection in selections)
+    experts = [taken_first(selection, widest) for selection in selections]
     tokens_N = text.tokens_BS[chosen_B][live_BS]
     domains_N = text.domains_B[chosen_B][:, None].expand_as(live_BS)[live_BS]
     return Paths(np.full(len(tokens_N), step), tokens_N, domains_N, np.stack(experts, axis=1))
@@ -152,5 +155,12 @@ def _record(held: HeldLoads, parts: Sequence[tuple[Array, Paths]]) -> LoadRecord
     whole: dict[str, Any] = dict(record.windows.total().items())
     whole["swing"] = np.zeros_like(whole["swing"])
     order_N = np.argsort(np.concatenate([places for places, _ in parts]), kind="stable")
-    everything = Paths.joined([part for _, part in parts])
+    widest = max(part.experts.shape[-1] for _, part in parts)
+    everything = Paths.joined([_widened(part, widest) for _, part in parts])
     return LoadRecord(record.meta, Windows(whole), Paths(*(value[order_N] for value in everything.arrays().values())))
+
+
+def _widened(paths: Paths, places: int) -> Paths:
+    missing = places - paths.experts.shape[-1]
+    experts = np.pad(paths.experts, ((0, 0), (0, 0), (0, missing)), constant_values=NO_EXPERT)
+    return Paths(paths.step, paths.token, paths.domain, experts)

@@ -14,6 +14,7 @@ from moe_async.observe.figures import LoadSummary, shares, summarise
 from moe_async.observe.probe import Probe
 from moe_async.observe.specialise import (
     Information,
+    Pair,
     Preference,
     agreement,
     coactivation,
@@ -22,6 +23,9 @@ from moe_async.observe.specialise import (
 )
 from moe_async.observe.verdicts import Verdict, verdicts
 from moe_async.observe.windows import Array
+
+STRONGEST = 40
+"""Pairs of a layer that are named, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ class LayerProfile:
         layer: its name.
         information: between expert and domain; None where the text has one domain or none.
         domain_shares: of each domain, the share of its assignments that each expert gets, [C][E].
-        coactivation: of each pair of experts, how often they serve the same token over what chance gives, [E][E]; None
-            where tokens take one expert each.
+        coactivation: of each pair of experts, how often they serve the same token over what chance gives, [E][E], NaN
+            where there is nothing to tell; None where tokens take one expert each.
+        strongest: the pairs that do so most notably.
         preferred: of each expert, the tokens that tell it from the others.
         stability: between this checkpoint and another; None without another.
     """
@@ -55,6 +60,7 @@ class LayerProfile:
     information: Information | None
     domain_shares: tuple[tuple[float, ...], ...]
     coactivation: tuple[tuple[float, ...], ...] | None
+    strongest: tuple[Pair, ...]
     preferred: tuple[tuple[Preference, ...], ...]
     stability: Stability | None = None
 
@@ -110,11 +116,13 @@ def _layer(probe: Probe, other: Probe | None, place: int, shuffles: int) -> Laye
     labelled_B = probe.domains_B < named
     several = len(np.unique(probe.domains_B[labelled_B])) > 1
     counts_BE = probe.counts_BLE[labelled_B, place, :choices]
+    pairs = coactivation(experts_NK, choices) if (experts_NK >= 0).sum(axis=1).max(initial=0) > 1 else None
     return LayerProfile(
         layer=record.meta.layers[place],
         information=domain_information(counts_BE, probe.domains_B[labelled_B], named, shuffles) if several else None,
         domain_shares=_rows(shares(record.windows["domain_counts"][0, place, :named, :choices])),
-        coactivation=_rows(coactivation(experts_NK, choices)) if record.meta.top_k[place] > 1 else None,
+        coactivation=None if pairs is None else _rows(pairs.lift_EE),
+        strongest=() if pairs is None else pairs.strongest(STRONGEST),
         preferred=tuple(preferred_tokens(record.paths.token, experts_NK, choices)),
         stability=(
             None if other is None else Stability(*agreement(experts_NK, other.record.paths.experts[:, place], choices))
@@ -135,7 +143,7 @@ def _rows(table: Array) -> tuple[tuple[float, ...], ...]:
 
 def _refuse_other(probe: Probe, other: Probe) -> None:
     ours, theirs = probe.record.meta, other.record.meta
-    for name in ("layers", "experts", "zero_experts"):
+    for name in ("layers", "experts", "zero_experts", "top_k"):
         if getattr(ours, name) != getattr(theirs, name):
             raise LoadError(
                 f"the {name} of the two checkpoints are {getattr(ours, name)} and {getattr(theirs, name)}; routing can "

@@ -65,10 +65,58 @@ def mutual_information(counts_CE: Array) -> float:
     return float((joint_CE[there] * np.log2(joint_CE[there] / apart_CE[there])).sum())
 
 
-def coactivation(experts_NK: Array, experts: int) -> Array:
-    """How often each pair of experts serves the same token, over what independent choices would give, [E, E].
+@dataclass(frozen=True)
+class Pair:
+    """Two experts that serve tokens together.
 
-    1 is chance; 0 on the diagonal, and where one of the two served no token.
+    Attributes:
+        first: an expert.
+        second: another one, of a higher number.
+        count: tokens that both serve.
+        lift: that over what chance gives; 1 is chance.
+    """
+
+    first: int
+    second: int
+    count: int
+    lift: float
+
+
+@dataclass(frozen=True)
+class Coactivation:
+    """How often each pair of experts serves the same token.
+
+    Attributes:
+        together_EE: tokens that both serve; zeros on the diagonal.
+        lift_EE: that over what chance gives; NaN on the diagonal, and where one of the two is in no pair.
+    """
+
+    together_EE: Array
+    lift_EE: Array
+
+    def strongest(self, most: int, least: int = 5) -> tuple[Pair, ...]:
+        """The pairs that serve tokens together more often than by chance, those that say most first: by
+        ``count * log(lift)``, so that no pair of rare experts leads because of a token or two.
+
+        Args:
+            most: pairs.
+            least: tokens that both have to have served.
+        """
+        there_EE = np.triu((self.together_EE >= least) & (np.nan_to_num(self.lift_EE) > 1), 1)
+        says_EE = np.where(there_EE, self.together_EE * np.log(np.where(there_EE, self.lift_EE, 1.0)), 0.0)
+        rows, columns = np.unravel_index(np.argsort(-says_EE, axis=None, kind="stable")[:most], says_EE.shape)
+        return tuple(
+            Pair(int(one), int(other), int(self.together_EE[one, other]), float(self.lift_EE[one, other]))
+            for one, other in zip(rows, columns, strict=True)
+            if there_EE[one, other]
+        )
+
+
+def coactivation(experts_NK: Array, experts: int) -> Coactivation:
+    """How often each pair of experts serves the same token, and what chance would give.
+
+    Chance keeps how many pairs each expert is in, and otherwise lets every two experts meet alike: the table of largest
+    entropy with these sums and an empty diagonal, because a token takes no expert twice.
 
     Args:
         experts_NK: the experts of each token; negative places count for nothing.
@@ -78,11 +126,25 @@ def coactivation(experts_NK: Array, experts: int) -> Array:
     rows, columns = np.nonzero(experts_NK >= 0)
     taken_NE[rows, experts_NK[rows, columns]] = 1.0
     together_EE = taken_NE.T @ taken_NE
-    alone_E = taken_NE.sum(axis=0)
-    chance_EE = np.outer(alone_E, alone_E) / max(len(experts_NK), 1)
-    lift_EE = np.divide(together_EE, chance_EE, out=np.zeros_like(together_EE), where=chance_EE > 0)
-    np.fill_diagonal(lift_EE, 0.0)
-    return lift_EE
+    np.fill_diagonal(together_EE, 0.0)
+    chance_EE = _chance(together_EE)
+    lift_EE = np.divide(together_EE, chance_EE, out=np.full_like(together_EE, np.nan), where=chance_EE > 0)
+    return Coactivation(together_EE, lift_EE)
+
+
+def _chance(together_EE: Array, rounds: int = 500) -> Array:
+    """A symmetric table x_i x_j with an empty diagonal and the row sums of another one, by iterative scaling."""
+    sums_E = together_EE.sum(axis=1)
+    size_E = np.sqrt(sums_E)
+    for _ in range(rounds):
+        now_E = size_E * (size_E.sum() - size_E)
+        better_E = size_E * np.sqrt(np.divide(sums_E, now_E, out=np.zeros_like(now_E), where=now_E > 0))
+        if np.allclose(better_E, size_E, rtol=1e-9):
+            break
+        size_E = better_E
+    chance_EE = np.outer(size_E, size_E)
+    np.fill_diagonal(chance_EE, 0.0)
+    return np.asarray(chance_EE)
 
 
 def agreement(first_NK: Array, second_NK: Array, experts: int) -> tuple[float, float]:

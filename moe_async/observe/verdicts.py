@@ -30,6 +30,8 @@ LARGE_LOGITS = 50.0
 """A router is saturated when the root mean square of the logsumexp of its logits is larger: its softmax is a step."""
 ENOUGH = 50
 """Assignments of an expert's fair share below which nothing is said of single experts."""
+ENOUGH_IN_LAYER = 8
+"""Assignments of a layer for each of its experts below which nothing is said of the layer: so few cannot be even."""
 ENOUGH_IN_STEP = 16
 """Assignments of an expert's fair share in one step below which loads swing by chance."""
 
@@ -121,7 +123,8 @@ def _collapse(layer: _Layer) -> Verdict | None:
 def _has_collapsed(layer: _Layer) -> bool:
     experts, top_k = layer.figures.experts, min(layer.record.meta.top_k[layer.place], layer.figures.experts)
     used = layer.figures.effective_experts
-    return experts > top_k and used > 0 and (used - top_k) / (experts - top_k) < COLLAPSED
+    enough = layer.loads(layer.last).mean() >= ENOUGH_IN_LAYER
+    return enough and experts > top_k and used > 0 and (used - top_k) / (experts - top_k) < COLLAPSED
 
 
 def _dying(layer: _Layer) -> Verdict | None:

@@ -41,14 +41,34 @@ def report_document(run: Path, profile: dict[str, Any] | None = None) -> dict[st
         LoadError: there is no record of loads, or nothing in it; or the profile is of other layers.
     """
     learners = sorted(run.glob("learner-*/expert_load/meta.json"), key=lambda path: _number(path.parent.parent.name))
-    folders = [path.parent.parent for path in learners] or [run]
-    views = [_view(folder, profile) for folder in folders]
+    left_out: list[str] = []
+    if not learners:
+        views = [_view(run, profile)]
+    else:
+        views, left_out = _views([path.parent.parent for path in learners], profile)
+        left_out += [path.name for path in run.glob("learner-*") if not (path / "expert_load").is_dir()]
     return {
         "name": run.resolve().name,
         "learners": views,
+        "left_out": sorted(left_out),
         "staleness": staleness_of(run / "events.jsonl"),
         "no_domain": NO_DOMAIN,
     }
+
+
+def _views(folders: list[Path], profile: dict[str, Any] | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Of the learners whose record holds a step, and the names of the others."""
+    found, empty = [], []
+    for folder in folders:
+        record = read_load(folder)
+        if record.meta.layers and len(record.windows) == 0:
+            empty.append(folder.name)
+        else:
+            found.append(_view(folder, profile))
+    if not found:
+        # Says when there will be a step.
+        refuse_empty(read_load(folders[0]))
+    return found, empty
 
 
 def _number(name: str) -> int:
@@ -69,6 +89,7 @@ def _view(folder: Path, profile: dict[str, Any] | None) -> dict[str, Any]:
         "verdicts": [asdict(verdict) | {"line": str(verdict)} for verdict in verdicts(record)],
         "layers": list(record.meta.layers),
         "experts": list(record.meta.experts),
+        "choices": [_choices(record, place) for place in range(len(record.meta.layers))],
         "pieces": _pieces(record, pieces),
         "ranks": [list(experts) for experts in record.meta.rank_experts],
         "rank_loads": _rank_loads(record, pieces),
@@ -92,18 +113,33 @@ def _pieces(record: LoadRecord, pieces: Windows) -> list[dict[str, Any]]:
     found = []
     for place in range(len(pieces)):
         counts_LE, dropped_LE = pieces["counts"][place], pieces["dropped"][place]
-        loads = [relative_loads(counts_LE[layer, :experts]) for layer, experts in enumerate(record.meta.experts)]
+        loads = [_loads(counts_LE[layer], record, layer) for layer in range(len(record.meta.layers))]
         found.append(
             {
                 "first": int(pieces["first_step"][place]),
                 "last": int(pieces["last_step"][place]),
                 "loads": [_rounded(row) for row in loads],
-                "max_over_mean": [float(row.max(initial=0.0)) for row in loads],
+                "max_over_mean": [
+                    float(row[:experts].max(initial=0.0))
+                    for row, experts in zip(loads, record.meta.experts, strict=True)
+                ],
                 "violation": (pieces["violation"][place] / max(int(pieces["steps"][place]), 1)).tolist(),
                 "drop_rate": (dropped_LE.sum(axis=-1) / np.maximum(counts_LE.sum(axis=-1), 1)).tolist(),
             }
         )
     return found
+
+
+def _choices(record: LoadRecord, layer: int) -> int:
+    """What the router of a layer chooses from: experts, then zero experts."""
+    return record.meta.experts[layer] + record.meta.zero_experts
+
+
+def _loads(counts_E: Array, record: LoadRecord, layer: int) -> Array:
+    """Over the fair share of an expert; zero experts over the same share."""
+    fair = counts_E[: record.meta.experts[layer]].mean()
+    loads: Array = counts_E[: _choices(record, layer)] / fair if fair > 0 else np.zeros(_choices(record, layer))
+    return loads
 
 
 def _rank_loads(record: LoadRecord, pieces: Windows) -> dict[str, Any] | None:
@@ -124,16 +160,19 @@ def _specialisation(record: LoadRecord, profile: dict[str, Any] | None) -> dict[
     domains = record.meta.domains[:-1]
     total = record.windows.total()
     layers = []
-    for place, experts in enumerate(record.meta.experts):
-        counts_CE = total["domain_counts"][0, place, : len(domains), :experts]
-        together = coactivation(record.paths.experts[:, place], experts) if record.meta.top_k[place] > 1 else None
+    for place in range(len(record.meta.layers)):
+        choices = _choices(record, place)
+        counts_CE = total["domain_counts"][0, place, : len(domains), :choices]
+        pairs = coactivation(record.paths.experts[:, place], choices)
         layers.append(
             {
                 "layer": record.meta.layers[place],
-                "domain_shares": [_rounded(row) for row in shares(counts_CE)],
+                "domain_shares": _table(shares(counts_CE)),
                 "information": {"bits": mutual_information(counts_CE)} if len(domains) > 1 else None,
                 "preferred": None,
-                **_pairs(together),
+                "one_expert": record.meta.top_k[place] == 1,
+                "coactivation": _table(pairs.lift_EE) if choices <= MOST_PAIRED and pairs.together_EE.any() else None,
+                "strongest": [asdict(pair) for pair in pairs.strongest(STRONGEST)],
             }
         )
     return {"of": "training", "domains": list(domains), "tokens": len(record.paths), "layers": layers}
@@ -148,38 +187,40 @@ def _from_profile(record: LoadRecord, profile: dict[str, Any]) -> dict[str, Any]
                 f"the profile is of the layers {', '.join(names)}, but the run has {', '.join(record.meta.layers)}; "
                 "give one of a checkpoint of this run."
             )
-        layers = [
-            {
-                "layer": layer["layer"],
-                "domain_shares": [_rounded(np.asarray(row)) for row in layer["domain_shares"]],
-                "information": layer["information"],
-                "preferred": layer["preferred"],
-                **_pairs(None if layer["coactivation"] is None else np.asarray(layer["coactivation"])),
-            }
-            for layer in found
-        ]
+        domains = list(profile["domains"])
+        layers = []
+        for place, layer in enumerate(found):
+            choices = _choices(record, place)
+            share_CE = np.asarray(layer["domain_shares"], dtype=np.float64).reshape(len(domains), -1)
+            # An expert that no token took has nothing to tell, which JSON says as null.
+            lift = layer["coactivation"]
+            lift_EE = None if lift is None else np.asarray(lift, dtype=np.float64)
+            if {share_CE.shape[1], choices if lift_EE is None else len(lift_EE), len(layer["preferred"])} != {choices}:
+                raise LoadError(
+                    f"the profile is of {share_CE.shape[1]} experts in {layer['layer']}, but the run has {choices}; "
+                    "give one of a checkpoint of this run."
+                )
+            layers.append(
+                {
+                    "layer": layer["layer"],
+                    "domain_shares": _table(share_CE),
+                    "information": layer["information"],
+                    "preferred": layer["preferred"],
+                    "one_expert": lift_EE is None,
+                    "coactivation": None if lift_EE is None or choices > MOST_PAIRED else _table(lift_EE),
+                    "strongest": list(layer["strongest"])[:STRONGEST],
+                }
+            )
         tokens = sum(profile["tokens"].values())
-        return {"of": profile["checkpoint"], "domains": profile["domains"], "tokens": tokens, "layers": layers}
-    except (KeyError, TypeError, AttributeError) as error:
+        return {"of": str(profile["checkpoint"]), "domains": domains, "tokens": tokens, "layers": layers}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LoadError(
             f"the profile cannot be read ({error!r}); give what expert_load profile --json printed."
         ) from error
 
 
-def _pairs(together_EE: Array | None) -> dict[str, Any]:
-    """All pairs of few experts, the strongest of many."""
-    if together_EE is None:
-        return {"coactivation": None, "strongest": []}
-    upper = np.triu(together_EE, 1)
-    places = np.argsort(-upper, axis=None, kind="stable")[:STRONGEST]
-    first, second = np.unravel_index(places, upper.shape)
-    strongest = [
-        [int(one), int(other), round(float(upper[one, other]), 3)]
-        for one, other in zip(first, second, strict=True)
-        if upper[one, other] > 0
-    ]
-    few = len(together_EE) <= MOST_PAIRED
-    return {"coactivation": [_rounded(row) for row in together_EE] if few else None, "strongest": strongest}
+def _table(values: Array) -> list[list[float]]:
+    return [_rounded(row) for row in values]
 
 
 def _rounded(row: Array) -> list[float]:

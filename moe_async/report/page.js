@@ -38,12 +38,23 @@ function showTip(event, text) {
   tip.style.top = `${event.clientY + 14}px`;
 }
 
+// Neighbours that share a cell, of which the busiest is shown: a screen has fewer points than a layer may have experts.
+function packed(rows, size) {
+  if (size === 1) return rows;
+  return rows.map((row) => Array.from({ length: Math.ceil(row.length / size) }, (_, place) => {
+    const known = row.slice(place * size, (place + 1) * size).filter((value) => value !== null);
+    return known.length ? Math.max(...known) : null;
+  }));
+}
+
 // A canvas with a row for each label and a cell for each value; rows may differ in length.
-function heat(canvas, labels, rows, colour, crossed, tell) {
+function heat(canvas, labels, given, colour, crossed, tell) {
   const ratio = devicePixelRatio || 1, width = canvas.parentElement.clientWidth;
   const drawing = canvas.getContext("2d");
   drawing.font = "12px system-ui, sans-serif";
   const margin = Math.ceil(Math.max(0, ...labels.map((label) => drawing.measureText(label).width))) + 8;
+  const shared = Math.max(1, Math.ceil((2 * Math.max(...given.map((row) => row.length))) / Math.max(width - margin, 1)));
+  const rows = packed(given, shared);
   const most = Math.max(1, ...rows.map((row) => row.length));
   const across = Math.max(Math.min((width - margin) / most, 48), 1), down = Math.max(Math.min(900 / Math.max(rows.length, 1), 22), 6);
   const height = down * rows.length + 18;
@@ -77,11 +88,11 @@ function heat(canvas, labels, rows, colour, crossed, tell) {
   drawing.fillStyle = css("--faint");
   drawing.font = "11px system-ui, sans-serif";
   const every = Math.max(1, Math.ceil(26 / across));
-  for (let x = 0; x < most; x += every) drawing.fillText(String(x), margin + x * across + 1, height - 8);
+  for (let x = 0; x < most; x += every) drawing.fillText(String(x * shared), margin + x * across + 1, height - 8);
   canvas.onmousemove = (event) => {
     const x = Math.floor((event.offsetX - margin) / across), y = Math.floor(event.offsetY / down);
     const value = rows[y] && x >= 0 ? rows[y][x] : undefined;
-    showTip(event, value === undefined || value === null ? "" : tell(labels[y], x, value));
+    showTip(event, value === undefined || value === null ? "" : tell(labels[y], x * shared, value) + (shared > 1 ? `\n(the busiest of ${shared} from there on)` : ""));
   };
   canvas.onmouseleave = (event) => showTip(event, "");
 }
@@ -110,15 +121,17 @@ function element(name, attributes, parent, text) {
   return made;
 }
 
-function ticks(low, high, number) {
-  const rough = (high - low || 1) / number, power = 10 ** Math.floor(Math.log10(rough));
-  const size = [5, 2, 1].map((one) => one * power).find((one) => one <= rough);
+function ticks(low, high, number, least) {
+  const rough = Math.max((high - low || 1) / number, least), power = 10 ** Math.floor(Math.log10(rough) + 1e-9);
+  const size = [5, 2, 1].map((one) => one * power).find((one) => one <= rough * (1 + 1e-9));
   const found = [];
-  for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-6; value += size) found.push(value);
+  for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-6; value += size) found.push([value, tickText(value, size)]);
   return found;
 }
 
-const short = (value) => String(Number(value.toPrecision(3)));
+// As many digits as tell one tick from the next.
+const tickText = (value, size) => value.toFixed(Math.max(0, -Math.floor(Math.log10(size) + 1e-9)));
+const exact = (value) => String(Number(value.toPrecision(7)));
 
 // Lines over x with labelled axes.
 function chart(parent, title, xLabel, series) {
@@ -136,11 +149,11 @@ function chart(parent, title, xLabel, series) {
   const toX = (x) => left + ((x - first) / (last - first || 1)) * (width - left - right);
   const toY = (y) => height - bottom - ((y - low) / (high - low)) * (height - top - bottom);
   element("text", { x: left, y: 14, "font-weight": 600 }, svg, title);
-  for (const y of ticks(low, high, 4)) {
+  for (const [y, text] of ticks(low, high, 4, 0)) {
     element("line", { x1: left, x2: width - right, y1: toY(y), y2: toY(y), class: "axis" }, svg);
-    element("text", { x: left - 6, y: toY(y) + 4, "text-anchor": "end", class: "faint" }, svg, short(y));
+    element("text", { x: left - 6, y: toY(y) + 4, "text-anchor": "end", class: "faint" }, svg, text);
   }
-  for (const x of ticks(first, last, 6)) element("text", { x: toX(x), y: height - bottom + 15, "text-anchor": "middle", class: "faint" }, svg, short(x));
+  for (const [x, text] of ticks(first, last, 6, 1)) element("text", { x: toX(x), y: height - bottom + 15, "text-anchor": "middle", class: "faint" }, svg, text);
   element("text", { x: width - right, y: height - bottom + 29, "text-anchor": "end", class: "faint" }, svg, xLabel);
   shown.forEach((one, place) => {
     const [colour, dash] = (dark() ? LINES_IN_DARK : LINES)[place % LINES.length];
@@ -156,7 +169,7 @@ function chart(parent, title, xLabel, series) {
   svg.onmousemove = (event) => {
     const x = first + ((event.offsetX * (width / svg.clientWidth) - left) / (width - left - right)) * (last - first);
     const told = shown.map((one) => one.points.reduce((best, point) => (Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best)));
-    showTip(event, told.map(([px, y], place) => `${shown[place].name} at ${xLabel} ${short(px)}: ${short(y)}`).join("\n"));
+    showTip(event, told.map(([px, y], place) => `${shown[place].name} at ${xLabel} ${exact(px)}: ${exact(y)}`).join("\n"));
   };
   svg.onmouseleave = (event) => showTip(event, "");
 }
@@ -182,6 +195,7 @@ function drawHead() {
   at("name").textContent = data.name;
   const recorded = `steps ${summary.recorded[0]} to ${summary.recorded[1]}`;
   at("facts").textContent = [structure.title, recorded].filter(Boolean).join("; ");
+  at("left-out").textContent = data.left_out.length ? `Not shown, because nothing is recorded yet: ${data.left_out.join(", ")}.` : "";
   at("learner-label").style.display = data.learners.length > 1 ? "" : "none";
 }
 
@@ -208,6 +222,8 @@ function drawSummary() {
   ]));
 }
 
+// Behind the experts stand those that give a token back as it is.
+const expertName = (layer, place) => (place < view().experts[layer] ? `expert ${place}` : `zero expert ${place - view().experts[layer]}`);
 const range = (piece) => (piece.first === piece.last ? String(piece.first) : `${piece.first} to ${piece.last}`);
 
 function drawPiece() {
@@ -217,7 +233,7 @@ function drawPiece() {
   at("piece-steps").textContent = range(piece);
   heat(at("layers"), layers, piece.loads, loadColour, true, (label, expert, load) => {
     const place = layers.indexOf(label);
-    return `${label}, expert ${expert}: ${fixed(load, 2)} of a fair share\nmax/mean ${fixed(piece.max_over_mean[place], 2)}, dropped ${percent(piece.drop_rate[place])}`;
+    return `${label}, ${expertName(place, expert)}: ${fixed(load, 2)} of a fair share\nmax/mean ${fixed(piece.max_over_mean[place], 2)}, dropped ${percent(piece.drop_rate[place])}`;
   });
   drawStructure();
 }
@@ -234,7 +250,8 @@ function drawStructure() {
   structure.blocks.forEach((block, number) => {
     const top = number * down + 4;
     element("rect", { x: 2, y: top, width: left - 30, height: boxed, rx: 6, fill: "none", stroke: css("--line") }, svg);
-    element("text", { x: 12, y: top + 16, "font-weight": 600 }, svg, block.title);
+    const title = element("text", { x: 12, y: top + 16, "font-weight": 600 }, svg, block.title.length > 36 ? `…${block.title.slice(-35)}` : block.title);
+    element("title", {}, title, block.title);
     block.lines.forEach((line, row) => element("text", { x: 12, y: top + 30 + 13 * row, class: "faint", "font-size": 11 }, svg, line));
     if (number) element("line", { x1: left / 2, x2: left / 2, y1: top - down + boxed, y2: top, class: "axis", "stroke-width": 2 }, svg);
     if (block.layer === null) return;
@@ -242,7 +259,7 @@ function drawStructure() {
     where[block.layer] = { top, across };
     loads.forEach((load, expert) => {
       const cell = element("rect", { x: left + expert * across, y: top + 8, width: Math.max(across - 1.5, 0.5), height: 40, fill: loadColour(load) }, svg);
-      element("title", {}, cell, `${block.title}, expert ${expert}: ${fixed(load, 2)} of a fair share`);
+      element("title", {}, cell, `${block.title}, ${expertName(block.layer, expert)}: ${fixed(load, 2)} of a fair share`);
       if (across > 22) element("text", { x: left + (expert + 0.5) * across, y: top + 32, "text-anchor": "middle" }, svg, String(expert));
     });
   });
@@ -253,14 +270,14 @@ function drawStructure() {
     for (const [one, other, share] of flow) {
       const x1 = left + (one + 0.5) * from.across, x2 = left + (other + 0.5) * to.across, y1 = from.top + 48, y2 = to.top + 8, middle = (y1 + y2) / 2;
       const line = element("path", { d: `M${x1} ${y1}C${x1} ${middle} ${x2} ${middle} ${x2} ${y2}`, fill: "none", stroke: css("--accent"), "stroke-width": 0.5 + 4 * share / most, opacity: 0.15 + 0.6 * share / most }, ways);
-      element("title", {}, line, `expert ${one} then ${other}: ${percent(share)} of the ways`);
+      element("title", {}, line, `${expertName(layer, one)} then ${expertName(layer + 1, other)}: ${percent(share)} of the ways`);
     }
   });
 }
 
 function drawLayer() {
   const { layers, pieces, specialisation } = view(), name = layers[state.layer];
-  heat(at("over-time"), pieces.map(range), pieces.map((piece) => piece.loads[state.layer]), loadColour, true, (label, expert, load) => `steps ${label}, expert ${expert}: ${fixed(load, 2)} of a fair share`);
+  heat(at("over-time"), pieces.map(range), pieces.map((piece) => piece.loads[state.layer]), loadColour, true, (label, expert, load) => `steps ${label}, ${expertName(state.layer, expert)}: ${fixed(load, 2)} of a fair share`);
   const found = specialisation.layers[state.layer], source = specialisation.of === "training" ? "in training" : `of ${specialisation.of}`;
   const domains = specialisation.domains, known = domains.length > 0;
   const information = found.information;
@@ -272,7 +289,7 @@ function drawLayer() {
   at("domain-note").textContent = told;
   at("domain-legend").style.display = at("domains").style.display = known ? "" : "none";
   const most = Math.max(0, ...found.domain_shares.flat());
-  if (known) heat(at("domains"), domains, found.domain_shares, shareColour(most), false, (label, expert, share) => `${label}, expert ${expert}: ${percent(share)}`);
+  if (known) heat(at("domains"), domains, found.domain_shares, shareColour(most), false, (label, expert, share) => `${label}, ${expertName(state.layer, expert)}: ${percent(share)}`);
   drawPreferred(found.preferred);
   drawPairs(found, specialisation);
   drawRankLoads(name);
@@ -283,15 +300,18 @@ function drawPreferred(preferred) {
   if (!preferred) return;
   const made = document.createElement("table");
   at("preferred").append(made);
-  table(made, ["expert", "tokens that tell it from the others, and how many times as often as by chance"], preferred.map((tokens, expert) => [expert, tokens.map((one) => `${one.text} x${fixed(one.lift, 1)}`).join("   ")]));
+  table(made, ["expert", "tokens that tell it from the others, and how many times as often as by chance"], preferred.map((tokens, expert) => [expertName(state.layer, expert), tokens.map((one) => `${one.text} x${fixed(one.lift, 1)}`).join("   ")]));
 }
 
 function drawPairs(found, specialisation) {
-  const matrix = found.coactivation;
+  const matrix = found.coactivation, tokens = specialisation.tokens.toLocaleString("en");
   at("pair-legend").style.display = at("pairs").style.display = matrix ? "" : "none";
-  at("pair-note").textContent = found.strongest.length ? `How often two experts serve the same token, over what independent choices would give; from ${specialisation.tokens.toLocaleString("en")} tokens.` : "Each token takes one expert.";
-  if (matrix) heat(at("pairs"), matrix.map((_, expert) => `expert ${expert}`), matrix.map((row, expert) => row.map((lift, other) => (expert === other ? null : lift))), loadColour, false, (label, other, lift) => `${label} and ${other}: ${fixed(lift, 2)} times chance`);
-  at("strongest").textContent = found.strongest.slice(0, 8).map(([one, other, lift]) => `${one} and ${other}: x${fixed(lift, 2)}`).join("; ");
+  let told = `How many times as often as by chance two experts serve the same token; from ${tokens} tokens. Blank: nothing to tell.`;
+  if (found.one_expert) told = "Each token takes one expert.";
+  else if (!specialisation.tokens) told = "No paths of tokens were sampled.";
+  at("pair-note").textContent = told;
+  if (matrix) heat(at("pairs"), matrix.map((_, expert) => expertName(state.layer, expert)), matrix, loadColour, true, (label, other, lift) => `${label} and ${expertName(state.layer, other)}: ${fixed(lift, 2)} times chance`);
+  at("strongest").textContent = found.strongest.slice(0, 8).map((pair) => `${pair.first} and ${pair.second}: x${fixed(pair.lift, 2)} (${pair.count} tokens)`).join("; ");
 }
 
 function drawRankLoads() {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moe_async.errors import LoadError
 from moe_async.sync.event_log import read_entries
 
 KINDS = ("clock gap", "version lag", "drift")
-"""The three figures that a merge has for each update: steps behind the furthest learner, versions that the fragment
+"""The three figures that a merge has for each update: steps ahead of the slowest learner, versions that the fragment
 gained under way, and steps that the update holds."""
 _MOST_POINTS = 400
 
@@ -22,9 +23,12 @@ def staleness_of(events: Path) -> dict[str, Any] | None:
         return None
     found: dict[int, list[tuple[int, list[float]]]] = {}
     merges = (event for event in read_entries(events) if event.get("event") == "merge")
-    for number, event in enumerate(merges, 1):
-        for update, staleness in zip(event["updates"], event["staleness"], strict=True):
-            found.setdefault(int(update["learner"]), []).append((number, staleness))
+    try:
+        for number, event in enumerate(merges, 1):
+            for update, (gap, lag, drift) in zip(event["updates"], event["staleness"], strict=True):
+                found.setdefault(int(update["learner"]), []).append((number, [gap, lag, drift]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"{events} holds a merge that cannot be read ({error!r}); restore the file.") from error
     if not found:
         return None
     return {

@@ -99,14 +99,21 @@ def read_entries(path: Path) -> Iterator[Entry]:
     """Entries of a file; a last line that a crash cut short is left out.
 
     Raises:
-        SyncError: a line that has an end is not JSON.
+        SyncError: a line that has an end is no JSON object, or the file is no text.
     """
-    lines = path.read_text().split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise SyncError(f"{path} is damaged ({error}); restore the file from a copy.") from error
     for number, line in enumerate(lines[:-1], 1):
         try:
             entry = json.loads(line)
         except ValueError as error:
             raise SyncError(f"line {number} of {path} is damaged ({error}); restore the file from a copy.") from error
+        if not isinstance(entry, dict):
+            raise SyncError(
+                f"line {number} of {path} is no JSON object but {line[:40]!r}; restore the file from a copy."
+            )
         yield entry
 
 

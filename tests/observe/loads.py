@@ -37,7 +37,7 @@ def paths_of(meta, steps, seed=0):
     """One sampled token for each of the steps."""
     rng = np.random.default_rng(seed)
     number = len(steps)
-    experts = rng.integers(0, max(meta.experts), (number, len(meta.layers), max(meta.top_k)))
+    experts = rng.integers(0, max(meta.experts) + meta.zero_experts, (number, len(meta.layers), max(meta.top_k)))
     return Paths(steps, rng.integers(0, 256, number), np.zeros(number), experts)
 
 

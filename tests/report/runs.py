@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,16 +16,16 @@ from tests.observe.loads import figures_of, meta_of, paths_of
 ROOT = Path(__file__).parents[2]
 
 
-def make_learner(folder, layers=3, experts=8, steps=30, ranks=2, domains=("code", "prose", "(none)"), seed=0):
+def make_learner(folder, layers=3, experts=8, steps=30, ranks=2, domains=("code", "prose", "(none)"), seed=0, zeros=0):
     """A folder of one learner: its record, its recipe and its metrics."""
     rng = np.random.default_rng(seed)
-    meta = meta_of(layers, experts, ranks, domains)
+    meta = dataclasses.replace(meta_of(layers, experts, ranks, domains), zero_experts=zeros)
     sizes = meta.sizes
     recorder = LoadRecorder(LoadStore(folder / "expert_load", meta))
     for step in range(1, steps + 1):
-        counts = rng.integers(50, 400, (layers, experts))
+        counts = rng.integers(50, 400, (layers, experts + zeros))
         counts[0, 1] = 0
-        share = rng.random((layers, sizes.domains, experts))
+        share = rng.random((layers, sizes.domains, experts + zeros))
         others = {
             "domain_counts": np.round(counts[:, None] * share / share.sum(axis=1, keepdims=True)),
             "domain_tokens": np.full(sizes.domains, 100.0),
@@ -32,8 +33,8 @@ def make_learner(folder, layers=3, experts=8, steps=30, ranks=2, domains=("code"
             "top": np.full(layers, 0.4 * counts.sum(axis=1).mean() / 2),
         }
         if ranks:
-            others["rank_load"] = counts.reshape(layers, ranks, -1).sum(axis=2)
-        recorder.add(step, figures_of(meta, counts, **others), None, paths_of(meta, [step] * 4, seed + step))
+            others["rank_load"] = counts[:, :experts].reshape(layers, ranks, -1).sum(axis=2)
+        recorder.add(step, figures_of(meta, counts, **others), None, paths_of(meta, [step] * 16, seed + step))
     recorder.flush()
     recipe = load_recipe(ROOT / "recipes" / "quickstart-sync.yaml", [f"model.layers={layers}"])
     (folder / "recipe.yaml").write_text(dump_recipe(recipe))

@@ -1,5 +1,6 @@
 """The page in a browser: no errors, no network, and the figures that the tool prints."""
 
+import json
 import os
 import re
 
@@ -118,7 +119,8 @@ def test_light_and_dark(opened, page, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"domains": ("(none)",)}, {"ranks": 0}, {"steps": 1}, {"experts": 80}, {"layers": 1}]
+    "options",
+    [{"domains": ("(none)",)}, {"ranks": 0}, {"steps": 1}, {"experts": 80}, {"layers": 1}, {"zeros": 3}],
 )
 def test_what_is_not_known_is_left_out(opened, tmp_path, options):
     make_learner(tmp_path / "run", **options)
@@ -130,3 +132,32 @@ def test_what_is_not_known_is_left_out(opened, tmp_path, options):
         display = page.value(f"document.getElementById('{canvas}').style.display")
         assert (display == "none") == (option in options), canvas
     assert "not known" in page.value("document.getElementById('rank-cost').textContent")
+
+
+def test_ticks_tell_values_apart(opened, tmp_path):
+    make_learner(tmp_path / "run")
+    lines = [{"step": 10_000 + 7 * number, "lm_loss": 3.0 + number / 1e4} for number in range(20)]
+    text = "".join(json.dumps(line | {"tokens_per_second": 20_010.0 + line["step"] % 5}) + "\n" for line in lines)
+    (tmp_path / "run" / "metrics.jsonl").write_text(text)
+    page = opened(tmp_path / "run")
+    charts = page.value(
+        "[...document.querySelectorAll('#losses svg')].map((one) => [...one.querySelectorAll('text.faint')]"
+        ".map((text) => text.textContent))"
+    )
+    assert len(charts) == 2
+    for labels in charts:
+        numbers = [label for label in labels if label != "step"]
+        assert len(set(numbers)) == len(numbers) >= 6, labels
+
+
+def test_more_experts_than_the_screen_has_points(opened, tmp_path):
+    make_learner(tmp_path / "run", layers=1, experts=2048, steps=3)
+    page = opened(tmp_path / "run")
+    hover = (
+        "(() => {{ const one = document.getElementById('layers'), box = one.getBoundingClientRect(); one.dispatchEvent("
+        "new MouseEvent('mousemove', {{ clientX: box.left + box.width - {}, clientY: box.top + 8 }}));"
+        "return document.getElementById('tip').textContent; }})()"
+    )
+    told = [page.value(hover.format(back)) for back in range(2, 300, 2)]
+    seen = [int(re.search(r"expert (\d+)", text)[1]) for text in told if text]
+    assert max(seen) >= 2040 and "the busiest of" in next(text for text in told if text)

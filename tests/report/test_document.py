@@ -1,11 +1,12 @@
 """What a report says, against the record it is made of."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from moe_async.errors import LoadError
+from moe_async.errors import LoadError, MoeAsyncError
 from moe_async.observe.figures import summarise
 from moe_async.observe.paths import Paths
 from moe_async.observe.store import LoadRecord, read_load
@@ -79,15 +80,16 @@ def test_many_experts_have_their_strongest_pairs_alone(tmp_path):
     make_learner(tmp_path, experts=80)
     (view,) = report_document(tmp_path)["learners"]
     for layer in view["specialisation"]["layers"]:
-        assert layer["coactivation"] is None and 0 < len(layer["strongest"]) <= 40
-        assert layer["strongest"] == sorted(layer["strongest"], key=lambda pair: -pair[2])
+        assert layer["coactivation"] is None and len(layer["strongest"]) <= 40
+        assert all(pair["count"] >= 5 and pair["lift"] > 1 for pair in layer["strongest"])
 
 
 def test_a_profile_takes_the_place_of_training(tmp_path):
     make_learner(tmp_path)
     layer = {
         "domain_shares": [[0.125] * 8], "information": {"bits": 0.5, "baseline": 0.1, "spread": 0.01},
-        "preferred": [[{"token": 65, "count": 9, "lift": 2.0, "text": "'A'"}]] * 8, "coactivation": None,
+        "preferred": [[{"token": 65, "count": 9, "lift": 2.0, "text": "'A'"}]] * 8,
+        "coactivation": None, "strongest": [],
     }  # fmt: skip
     profile = {
         "checkpoint": "somewhere", "tokens": {"code": 90}, "domains": ["code"],
@@ -98,8 +100,54 @@ def test_a_profile_takes_the_place_of_training(tmp_path):
     assert view["specialisation"]["layers"][1]["information"]["baseline"] == 0.1
     with pytest.raises(LoadError, match="the profile is of the layers layer 0"):
         report_document(tmp_path, profile | {"specialisation": profile["specialisation"][:1]})
-    with pytest.raises(LoadError, match="cannot be read"):
-        report_document(tmp_path, {"nothing": 1})
+    narrow = [one | {"domain_shares": [[0.25] * 4]} for one in profile["specialisation"]]
+    with pytest.raises(LoadError, match="the profile is of 4 experts in layer 0, but the run has 8"):
+        report_document(tmp_path, profile | {"specialisation": narrow})
+    ragged = [one | {"coactivation": [[1.0], [1.0, 2.0]]} for one in profile["specialisation"]]
+    for damaged in ({"nothing": 1}, profile | {"specialisation": ragged}):
+        with pytest.raises(LoadError, match="cannot be read"):
+            report_document(tmp_path, damaged)
+
+
+def test_zero_experts_stand_behind_the_experts(tmp_path):
+    make_learner(tmp_path, zeros=4)
+    (view,) = report_document(tmp_path)["learners"]
+    record = read_load(tmp_path)
+    assert view["experts"] == [8] * 3 and view["choices"] == [12] * 3
+    counts = record.windows["counts"][0, 1]
+    piece = view["pieces"][0]
+    assert piece["loads"][1] == pytest.approx((counts / counts[:8].mean()).tolist(), abs=5e-4)
+    assert piece["max_over_mean"][1] == pytest.approx(counts[:8].max() / counts[:8].mean(), abs=1e-3)
+    for layer in view["specialisation"]["layers"]:
+        assert np.shape(layer["domain_shares"]) == (2, 12) and np.shape(layer["coactivation"]) == (12, 12)
+    assert max(way[1] for flow in view["flows"] for way in flow) >= 8
+
+
+def test_a_learner_without_a_step_is_left_out_and_named(tmp_path):
+    make_run(tmp_path, learners=3)
+    for path in (tmp_path / "learner-1" / "expert_load").glob("windows-*"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "learner-2" / "expert_load")
+    document = report_document(tmp_path)
+    assert [view["name"] for view in document["learners"]] == ["learner-0"]
+    assert document["left_out"] == ["learner-1", "learner-2"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("events.jsonl", b"\xff\xfe\n", "events.jsonl is damaged"),
+        ("events.jsonl", b"5\n", "line 1 of .*events.jsonl is no JSON object"),
+        ("events.jsonl", b'{"event": "merge", "updates": []}\n', "holds a merge that cannot be read"),
+        ("learner-0/metrics.jsonl", b"5\n", "line 1 of .*metrics.jsonl is no JSON object"),
+        ("learner-0/metrics.jsonl", b"{\n", "line 1 of .*metrics.jsonl is damaged"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, file, text, message):
+    make_run(tmp_path)
+    (tmp_path / file).write_bytes(text)
+    with pytest.raises(MoeAsyncError, match=message):
+        report_document(tmp_path)
 
 
 def test_no_text_of_a_run_is_taken_for_a_part_of_the_page(tmp_path):
@@ -123,5 +171,8 @@ def test_the_command(tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "no" / "page.html")]) == 1
     assert "give another file with -o" in capsys.readouterr().err
+    (tmp_path / "null.json").write_text("null")
+    assert main(["report", str(tmp_path / "run"), "--profile", str(tmp_path / "null.json")]) == 1
+    assert "holds no JSON object" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "run"), "--profile", str(out)]) == 1
     assert "profile --json" in capsys.readouterr().err
