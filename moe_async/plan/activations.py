@@ -213,9 +213,9 @@ def _merged_rows(sizes: ModelSizes, load: Load) -> tuple[float, float]:
         # Each rank merges what its experts made of the tokens of all ranks.
         return rows, tokens * load.expert_parallel * together
     if load.expert_parallel > 1 and moe.deduplicate:
-        # Once where the experts are, and once more where the tokens are.
+        # Once where the experts are, and once more where the tokens are, there without weights that need a gradient.
         pairs = tokens * journeys(moe, load.expert_parallel)
-        return rows + pairs, pairs * together + tokens * moe.top_k
+        return rows + pairs, pairs * together
     return tokens * real_choices(moe), tokens * moe.top_k
 
 

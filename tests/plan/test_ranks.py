@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,9 +37,13 @@ class Sent:
 
     def __init__(self):
         self.rows = self.reduced = 0
-        self._before = {
-            name: getattr(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather_into_tensor")
+        # DeepSpeed asks its own module for the gathers of ZeRO, which keeps torch's function from its start on.
+        self._places = {
+            (dist, "all_to_all_single"): self.all_to_all,
+            (dist, "all_reduce"): self.all_reduce,
+            (deepspeed.comm, "all_gather_into_tensor"): self.all_gather,
         }
+        self._before = {name: getattr(module, name) for module, name in self._places}
 
     def all_to_all(self, output, given, output_sizes=None, input_sizes=None, **options):
         if input_sizes is not None and given.is_floating_point():
@@ -52,17 +57,15 @@ class Sent:
             self.reduced += tensor.numel() * tensor.element_size()
         return self._before["all_reduce"](tensor, *args, **options)
 
-    def all_gather(self, outputs, tensor, *args, **options):
-        if dist.get_world_size(options.get("group")) > 1 and tensor.numel() > 1000:
-            # Half of what an all-reduce of the whole sends.
-            self.reduced += sum(output.numel() * output.element_size() for output in outputs) / 2
-        return self._before["all_gather"](outputs, tensor, *args, **options)
+    def all_gather(self, output, tensor, *args, **options):
+        # Half of what an all-reduce of the whole sends.
+        self.reduced += output.numel() * output.element_size() / 2
+        return self._before["all_gather_into_tensor"](output, tensor, *args, **options)
 
     def watch(self, on):
         """Count from now on, or no more."""
-        own = dict(zip(self._before, (self.all_to_all, self.all_reduce, self.all_gather), strict=True))
-        for name in self._before:
-            setattr(dist, name, own[name] if on else self._before[name])
+        for (module, name), counted in self._places.items():
+            setattr(module, name, counted if on else self._before[name])
 
 
 def train(rank, overrides):
